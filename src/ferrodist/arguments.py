@@ -18,3 +18,15 @@ def check_int(name: str, value: Any, *, min: int | None = None) -> int:  # noqa:
     if min is not None and number < min:
         raise ValueError(f"{name} must be at least {min}, not {number}")
     return number
+
+
+def check_type(value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raise TypeError unless a value has a type; the message is ``expected``, and the type that it has."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{expected}, not {type(value).__name__}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise TypeError unless a value is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {type(value).__name__}")

@@ -58,6 +58,7 @@ __all__ = [
     "SelfSendError",
     "SizeMismatchError",
     "UnsupportedOpError",
+    "add_error_context",
     "describe_error",
     "describe_failed_program",
     "error_from_wire",

@@ -17,10 +17,11 @@ import torch
 
 import ferrodist as fd
 from ferrodist.backends import mailbox, mailbox_backend
+from ferrodist.backends.frame_type import FrameType
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.backends.tcp import TcpBackend
-from ferrodist.backends.tcp.wire import HEADER_SIZE, MAX_MESSAGE, MAX_PAYLOAD, WIRE_VERSION, Frame, FrameType
+from ferrodist.backends.tcp.wire import HEADER_SIZE, MAX_MESSAGE, MAX_PAYLOAD, WIRE_VERSION, Frame
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous.auth import Hello, connect, greet
 from ferrodist.rendezvous.session import TAG_BYTES, Connection

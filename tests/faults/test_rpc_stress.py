@@ -313,12 +313,12 @@ class Rank:
         table = agent._rrefs.refcounts.table
         kept = list(table._owned.values())
         found = {f"keeps {each.id}": each.handle() or each.counts or "what was registered" for each in kept}
-        found["registered"] = [vars(each) for each in table._forks._by_key.values()]
+        found["registered"] = [vars(each) for each in table._forks.by_key.values()]
         found |= {f"has {id_}": held.handle() or held.count for id_, held in list(table._used.items())}
         found["calls"] = agent.statistics().in_flight + len(agent._client.pending._calls)
         peers = list(agent._peers._peers.values())
-        found["served"] = sum(len(peer.incoming) for peer in peers) + agent._server.num_serving
-        found["places"] = sum(1024 - peer.window._num_free for peer in peers)
+        found["served"] = sum(len(peer.incoming) for peer in peers) + len(agent._server.serving)
+        found["slots"] = sum(1024 - peer.window._num_free for peer in peers)
         found["transfers"] = sum(len(peer._transfers) for peer in peers if peer.rank != self.rank)
         found["moving"] = agent._executor._num_transfers
         found["running"] = agent._executor._num_waiting

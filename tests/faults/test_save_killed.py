@@ -20,7 +20,7 @@ from ferrodist import DeviceMesh, DTensor, Shard
 from ferrodist.backends.native import is_native_available
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.checkpoint import PerRank, load_distributed, save_distributed
-from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.reader import read_manifest
 from ferrodist.checkpoint.storage.local import LocalStorage
 from ferrodist.errors import DistCheckpointError, DistributedError, RankFailedError
 from ferrodist.testing import run_ranks

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ferrodist.backends.frame_type import FrameType
 from ferrodist.backends.mpi.wire import Frame as MpiFrame
-from ferrodist.backends.mpi.wire import FrameType as MpiKind
 from ferrodist.backends.native import binding as native_numbers
 from ferrodist.backends.tags import Channel, channel_tag, group_tag
 from ferrodist.backends.tcp.wire import MAX_PAYLOAD as TCP_PAYLOAD
 from ferrodist.backends.tcp.wire import WIRE_VERSION
-from ferrodist.backends.tcp.wire import FrameType as TcpKind
 from ferrodist.checkpoint import convert as conversion
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.deadline import Deadline
@@ -50,15 +49,15 @@ def torch_process_group(group: fd.SubBackend | fd.NonMemberGroup) -> dist.Proces
 def mpi_frames(**fields: int) -> list[tuple[str, bytes]]:
     """A frame of each kind that MPI groups send, with its name."""
     kinds = {
-        "a whole message": MpiKind.EAGER,
-        "an offer": MpiKind.OFFER,
-        "its grant": MpiKind.GRANT,
-        "its data": MpiKind.DATA,
-        "its withdrawal": MpiKind.WITHDRAW,
-        "an abort": MpiKind.ABORT,
-        "a goodbye": MpiKind.LEFT,
-        "a question": MpiKind.PING,
-        "its answer": MpiKind.PONG,
+        "a whole message": FrameType.EAGER,
+        "an offer": FrameType.OFFER,
+        "its grant": FrameType.GRANT,
+        "its data": FrameType.DATA,
+        "its withdrawal": FrameType.WITHDRAW,
+        "an abort": FrameType.ABORT,
+        "a goodbye": FrameType.LEFT,
+        "a question": FrameType.PING,
+        "its answer": FrameType.PONG,
     }
     return [(name, MpiFrame(kind, **fields).pack()) for name, kind in kinds.items()]
 
@@ -85,18 +84,18 @@ NUMBERS: dict[str, dict[str, Any]] = {
         "a tag of all parts": hex(group_tag(0xABCDEF, channel_tag(Channel.TENSOR_PAYLOAD, 0x123456))),
     },
     "kinds of TCP frames": {
-        "a whole message": TcpKind.EAGER.value,
-        "an offer": TcpKind.OFFER.value,
-        "its grant": TcpKind.GRANT.value,
-        "its data": TcpKind.DATA.value,
-        "its withdrawal": TcpKind.WITHDRAW.value,
-        "an abort": TcpKind.ABORT.value,
-        "a goodbye": TcpKind.LEFT.value,
-        "a death": TcpKind.DIED.value,
-        "all are there": TcpKind.READY.value,
-        "a question": TcpKind.PING.value,
-        "its answer": TcpKind.PONG.value,
-        "how many": len(TcpKind),
+        "a whole message": FrameType.EAGER.value,
+        "an offer": FrameType.OFFER.value,
+        "its grant": FrameType.GRANT.value,
+        "its data": FrameType.DATA.value,
+        "its withdrawal": FrameType.WITHDRAW.value,
+        "an abort": FrameType.ABORT.value,
+        "a goodbye": FrameType.LEFT.value,
+        "a death": FrameType.DIED.value,
+        "all are there": FrameType.READY.value,
+        "a question": FrameType.PING.value,
+        "its answer": FrameType.PONG.value,
+        "how many": len(FrameType),
     },
     "kinds of messages of agents": {
         "a call": MessageKind.CALL.value,

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ferrodist as fd
+from ferrodist.backends.frame_type import FrameType
 from ferrodist.backends.process_group import use_group
 from ferrodist.backends.tcp import TcpBackend
-from ferrodist.backends.tcp.wire import FrameType
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError
 

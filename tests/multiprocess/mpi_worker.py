@@ -31,6 +31,7 @@ from ferrodist.testing.conformance.backend import failures as backend_failures
 from ferrodist.testing.conformance.backend import messages as backend_messages
 from ferrodist.testing.conformance.collectives import data_movement, p2p, reductions
 from ferrodist.testing.conformance.collectives.suite import COLLECTIVE_CHECKS
+from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -154,8 +155,7 @@ def conform(folder: Path, extent: str) -> dict[str, Any]:
     all with three."""
     runner = MpiRunner()
     things = SharedThings(folder)
-    for module in (harness, deadlines, backend_failures):
-        module.multiprocessing = things
+    harness.multiprocessing = things
     failures: dict[str, str] = {}
 
     def attempt(name: str, check: Callable[[], object]) -> None:
@@ -191,12 +191,12 @@ _IN_PIECES = [
 
 # What is refused or compared before any MPI is called is the same over all of them.
 _OF_BACKENDS = [
-    *backend_messages.CHECKS,
+    *public_functions(backend_messages),
     deadlines.a_late_rank_is_named_by_all,
-    *backend_failures.CHECKS,
-    *subgroups.CHECKS,
+    *public_functions(backend_failures),
+    *public_functions(subgroups),
 ]
-_OF_COLLECTIVES = [*reductions.CHECKS, *data_movement.CHECKS, *p2p.CHECKS]
+_OF_COLLECTIVES = [check for module in (reductions, data_movement, p2p) for check in public_functions(module)]
 
 
 def kill(_folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from test_mpi import environment, needs_mpi
 
 import ferrodist
 from ferrodist.backends.native import is_native_available
-from ferrodist.bench.netns import EmulatedHosts, HostsUnavailableError
+from ferrodist.bench.environments import EmulatedHosts, PeerFailedError
 
 pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
 pytest.importorskip("rich", reason="the extra 'bench' is not installed")
@@ -22,7 +22,7 @@ LIMIT = 100  # seconds; it takes about 10 where nothing else runs
 try:
     with EmulatedHosts():
         NO_HOSTS = ""
-except HostsUnavailableError as error:
+except PeerFailedError as error:
     NO_HOSTS = str(error)
 OURS = "native" if is_native_available() else "tcp"
 

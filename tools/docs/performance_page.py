@@ -14,18 +14,39 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ferrodist.bench.cases import LIMITS, OURS, Peer
+import msgspec
+
+from ferrodist.bench.cases import LIMITS, OURS, Peer, Suite, format_ranks
 from ferrodist.bench.plot import save_plot
-from ferrodist.bench.report import format_bytes, format_ratio, read_report, summary_lines
-from ferrodist.bench.suites import SUITES, Suite, format_ranks
+from ferrodist.bench.report import FORMAT, Report, format_bytes, format_ratio, summary_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ferrodist.bench.report import CaseReport, PeerReport, Report
+    from ferrodist.bench.report import CaseReport, PeerReport
 
 METHOD = Path(__file__).with_name("performance_method.md").read_text(encoding="utf-8")
 """The first part of the page: how the figures are measured."""
+
+TITLES = {
+    Suite.COLLECTIVES: "Collectives",
+    Suite.MESSAGES: "Messages from rank to rank",
+    Suite.SUBMIT: "Starting an asynchronous allreduce",
+    Suite.OVERLAP: "An asynchronous allreduce beside a computation",
+    Suite.GROUPS: "Making groups",
+    Suite.HOSTS: "Two hosts",
+}
+
+
+def read_report(path: Path) -> Report:
+    """Read a report; ValueError if the file holds something else."""
+    try:
+        report = msgspec.json.decode(path.read_bytes(), type=Report)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is no report of ferrodist bench: {error}") from None
+    if report.format != FORMAT:
+        raise ValueError(f"{path} has format {report.format}, and this version reads {FORMAT}")
+    return report
 
 
 def write_page(path: Path, reports: Sequence[Report]) -> None:
@@ -64,7 +85,7 @@ def _section(report: Report, picture: str | None) -> list[str]:
     for suite in Suite:
         cases = [case for case in report.cases if case.suite == suite.value]
         if cases:
-            lines += [f"### {SUITES[suite].title}", "", *_suite_tables(cases)]
+            lines += [f"### {TITLES[suite]}", "", *_suite_tables(cases)]
     return [*lines, "### Where ferrodist is slower, and what is missing", "", *_summary(report)]
 
 
@@ -135,10 +156,10 @@ def _figures(case: CaseReport, peer: Peer) -> str:
         return median
     parts = f"; {measured.format_parts()}" if measured.parts else ""
     if peer in OURS:
-        to_limit = case.ratio_to_limit(measured)
+        to_limit = case.ratio(measured, LIMITS)
         spread = f"{median} [{case.format_value(measured.p10)}, {case.format_value(measured.p99)}]"
         return (spread if to_limit is None else f"{spread} ({format_ratio(to_limit)})") + parts
-    text = f"{median} ({format_ratio(case.ratio_to_ours(measured))}){parts}"
+    text = f"{median} ({format_ratio(case.ratio(measured, OURS))}){parts}"
     return f"**{text}**" if measured in case.faster_peers else text
 
 

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ferrodist.errors import error_from_wire, error_to_wire
+from ferrodist.errors import DistributedError, error_from_wire, error_to_wire
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from ferrodist.errors import DistributedError
 
 _MAX_CHARACTERS = 10_000
 _MAX_RANKS = 10_000

@@ -17,15 +17,18 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakSet
 
-from typing_extensions import override
+from typing_extensions import Buffer, Self, override
 
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.request import (
     LockWaitEvent,
+    OnEnd,
+    OnMessages,
     PersistentRecv,
     PostedPersistentRecv,
     Request,
+    SizedRequest,
     Stragglers,
     ThreadedRequest,
     WaitEvent,
@@ -46,10 +49,7 @@ from ferrodist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from typing_extensions import Buffer, Self
-
     from ferrodist.backends.engine import CollectiveEngine, DataPlane, DeviceP2P, FastPath, HostEngine
-    from ferrodist.backends.request import OnEnd, OnMessages, SizedRequest
 
 
 class Backend(ABC):
@@ -351,7 +351,7 @@ class Backend(ABC):
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
         """Find the ranks that are responsible for a wait for ``peers`` that timed out.
 
-        The default implementation returns the peers. A backend whose messages pass through other ranks can tell more.
+        The default implementation returns the peers. A backend whose messages pass through other ranks knows more.
 
         Args:
             peers: The ranks that were waited for; empty for any rank.

@@ -71,7 +71,7 @@ class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     counts: Sequence[int] = ()  # elements of each rank's part; in all_to_all, to send to each rank
     recv_counts: Sequence[int] = ()  # elements that come from each rank
     unit: int = 0  # elements that users count in: a row, or in an even exchange a whole part
-    dim: int = -1  # of the user's tensors, that is joined or divided; from 0, or -1. Ranks only compare it
+    dim: int = -1  # the dim of users' tensors that is concatenated or split, from 0, or -1; ranks only compare it
     name: str = ""  # of a share, at most 24 ASCII characters
     payload: bytes = b""  # of this rank, which every rank receives; at most MAX_PAYLOAD
     timeout: float  # seconds
@@ -109,7 +109,7 @@ class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             count = sum(self.counts) if self.counts else tensor.numel()
         return CollectiveSignature(
             operation=self.kind.value,
-            dtype=_name_of_dtype(tensor.dtype),
+            dtype=dtype_name(tensor.dtype),
             reduce_op="" if self.op is None else str(self.op),
             root=self.root,
             dim=self.dim,
@@ -120,5 +120,6 @@ class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 @lru_cache(maxsize=64)
-def _name_of_dtype(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype: "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")

@@ -6,13 +6,10 @@ Collectives that are staged through the host, NCCL's work and asynchronous handl
 from __future__ import annotations
 
 import importlib
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 
 class Streams(Protocol):

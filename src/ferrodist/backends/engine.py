@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
     from ferrodist.errors import DistributedError
 
-if TYPE_CHECKING:
-    Block = tuple[int, int]
-    """Offset and size of one rank's part of a buffer, in bytes."""
+Block = tuple[int, int]  # offset and size of one rank's part of a buffer, in bytes
 
 
 class CollectiveEngine(Protocol):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import DistributedError, PeerLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ferrodist.deadline import Deadline
 
-    EndReason = Callable[[int, int], DistributedError | None]
+EndReason = Callable[[int, int], DistributedError | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

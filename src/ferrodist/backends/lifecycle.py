@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import sys
 import threading
@@ -18,12 +19,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import GroupClosedError
+from ferrodist.errors import DistributedError, GroupClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from ferrodist.errors import DistributedError
 
 _Item = TypeVar("_Item")
 
@@ -39,6 +39,18 @@ def snapshot_weak(collection: Callable[[], Iterable[_Item]]) -> list[_Item]:
             return list(collection())
         except RuntimeError:  # noqa: PERF203 - the loop is for this
             continue
+
+
+def weak_method(method: Callable[..., object]) -> Callable[..., None]:
+    """Return a function that calls a bound method, and does nothing once the method's object is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: object) -> None:
+        found = reference()
+        if found is not None:
+            found(*arguments)
+
+    return call
 
 
 _POLL_INTERVAL_SECONDS = 0.001
@@ -118,34 +130,25 @@ def _run_at_exit(stage: ExitStage, callback: Callback) -> None:
 
 
 def _run_stages_before(end: ExitStage) -> None:
-    for stage in ExitStage:
-        if stage < end:
-            _run_exit_stage(stage)
-
-
-def _run_exit_stage(stage: ExitStage) -> None:
-    callbacks = [callback for callback, _ in reversed(_callbacks[stage])]
-    _callbacks[stage].clear()
-    callbacks += [item.close for item in snapshot_weak(lambda: _closeables[stage])]
-    for callback in callbacks:
-        try:
-            callback()
-        except BaseException:  # noqa: BLE001, PERF203 - as the interpreter does between the callbacks of `atexit`
-            traceback.print_exc()
+    for stage in itertools.takewhile(lambda stage: stage < end, ExitStage):
+        callbacks = [callback for callback, _ in reversed(_callbacks[stage])]
+        _callbacks[stage].clear()
+        callbacks += [item.close for item in snapshot_weak(_closeables[stage].copy)]
+        for callback in callbacks:
+            try:
+                callback()
+            except BaseException:  # noqa: BLE001, PERF203 - as the interpreter does between the callbacks of `atexit`
+                traceback.print_exc()
 
 
 @atexit.register
 def _run_all_stages() -> None:
-    _run_stages_before(ExitStage.GROUPS)
-    _close_groups()
-
-
-def _close_groups() -> None:
-    """Close the groups that nobody closed, and wait until threads that were in them are out of compiled code.
+    """Run all stages, then close the groups and wait until threads that were in them are out of compiled code.
 
     Before Python 3.14 a daemon thread that returns from there while the interpreter ends is ended where it stands,
     which terminates the process.
     """
+    _run_stages_before(ExitStage.GROUPS)
     groups = snapshot_weak(lambda: _groups)
     for group in groups:
         with contextlib.suppress(Exception):  # one that can't be closed any more keeps none of the others open

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from ferrodist.backends.request import BaseRequest
+from ferrodist.backends.request import BaseRequest, Stragglers
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.errors import DistributedError, DistributedTimeoutError, SizeMismatchError
 from ferrodist.wording import counted
@@ -31,11 +32,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-EAGER_LIMIT = 256 * 1024
-"""Size in bytes up to which a message is sent before a receive is posted for it."""
-
-INLINE_LIMIT = 16 * 1024
-"""Size in bytes up to which a tensor's elements are sent in one message with its header."""
+EAGER_LIMIT = 256 * 1024  # size in bytes up to which a message is sent before a receive is posted for it
+INLINE_LIMIT = 16 * 1024  # size in bytes up to which a tensor's elements are sent in one message with its header
 
 MAX_UNEXPECTED_BYTES = 1 << 30
 """Bytes of unexpected messages that a mailbox keeps; more means that a rank sends messages that nobody receives."""
@@ -75,15 +73,13 @@ class Receive(BaseRequest):
 
     __slots__ = ("_mailbox", "accepts_shorter", "buffer", "message", "message_bytes", "order", "source", "tag")
 
-    def __init__(
-        self, mailbox: Mailbox, buffer: memoryview, source: int, tag: int, *, accepts_shorter: bool = False
-    ) -> None:
+    def __init__(self, mailbox: Mailbox, buffer: memoryview, source: int, tag: int) -> None:
         super().__init__(source)
         self._mailbox = mailbox
         self.buffer = buffer
         self.source = source
         self.tag = tag
-        self.accepts_shorter = accepts_shorter  # whether the message may be shorter than the buffer
+        self.accepts_shorter = False  # whether the message may be shorter than the buffer
         self.message_bytes = 0  # size of the message that it was matched with
         self.message: Message | None = None
         self.order = 0  # among all receives
@@ -96,25 +92,24 @@ class Receive(BaseRequest):
         """Cancel the receive; see `Request.cancel`."""
         return self._mailbox.cancel(self)
 
+    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
+        """Ask the group; see `Backend.find_stragglers`."""
+        return self._mailbox.find_stragglers(peers, within)
 
+
+@dataclass(slots=True, eq=False)
 class Message:
-    """A message that has been announced, has partly arrived, or waits for a receive.
+    """A message that has been announced, has partly arrived, or waits for a receive."""
 
-    ``grant`` is that of an offered message: called once a receive is posted for it.
-    """
-
-    __slots__ = ("arrival", "buffered", "grant", "granted", "num_received", "receive", "size_bytes", "source", "tag")
-
-    def __init__(self, source: int, tag: int, size_bytes: int, grant: Callable[[], None] | None = None) -> None:
-        self.source = source
-        self.tag = tag
-        self.size_bytes = size_bytes
-        self.grant = grant
-        self.granted = False  # whether the transport has sent the grant
-        self.num_received = 0
-        self.buffered: bytearray | None = None  # its bytes, unless they go to a receive's buffer
-        self.receive: Receive | None = None
-        self.arrival = 0
+    source: int
+    tag: int
+    size_bytes: int
+    grant: Callable[[], None] | None = None  # of an offered message: called once a receive is posted for it
+    granted: bool = False  # whether the transport has sent the grant
+    num_received: int = 0
+    buffered: bytearray | None = None  # its bytes, unless they go to a receive's buffer
+    receive: Receive | None = None
+    arrival: int = 0  # among all messages
 
     @property
     def buffered_bytes(self) -> int:
@@ -134,13 +129,17 @@ def size_error(rank: int, sender: str, size_bytes: int, room_bytes: int) -> Size
 class Mailbox:
     """Messages and receives of one rank, matched by tag and source in order of arrival.
 
-    ``describe(tag, source)`` returns the rank and the words by which errors name the sender of a message.
+    ``describe(tag, source)`` returns the rank and the words by which errors name the sender of a message;
+    ``find_stragglers`` is the group's.
     """
 
     def __init__(
-        self, describe: Callable[[int, int], tuple[int, str]] = lambda _, source: (source, f"rank {source}")
+        self,
+        describe: Callable[[int, int], tuple[int, str]] = lambda _, source: (source, f"rank {source}"),
+        find_stragglers: Callable[[tuple[int, ...], float], Stragglers] = lambda peers, _: Stragglers(ranks=peers),
     ) -> None:
         self._describe = describe
+        self.find_stragglers = find_stragglers
         self._lock = threading.Lock()
         self._receives: dict[int, dict[int, Receive]] = {}  # by tag, then by order, ascending
         self._messages: dict[int, dict[int, Message]] = {}  # by tag, then by arrival, ascending
@@ -203,6 +202,15 @@ class Mailbox:
                 self._complete(message.receive, message, after)
         _run(after)
         return count
+
+    def write_bytes(self, message: Message, data: memoryview, start: int = 0) -> None:
+        """Write a part of a message, from byte ``start`` on."""
+
+        def fill(target: memoryview) -> int:
+            copy_bytes(target, data)
+            return len(data)
+
+        self.write(message, fill, start, start + len(data))
 
     def cancel(self, receive: Receive, reason: DistributedError | None = None) -> bool:
         """Cancel a receive; bytes of its message that have come are kept for the next one. False if it was done."""

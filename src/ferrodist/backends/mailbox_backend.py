@@ -20,12 +20,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet, finalize
 
-from typing_extensions import override
+from typing_extensions import Buffer, override
 
 from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer
-from ferrodist.backends.group_observer import CLOSED, GroupObserver, PeerExit
+from ferrodist.backends.group_observer import CLOSED, EndReason, GroupObserver, PeerExit
 from ferrodist.backends.mailbox import INLINE_LIMIT, Mailbox, Message, Receive, read_view, write_view
-from ferrodist.backends.request import BaseRequest, Stragglers
+from ferrodist.backends.request import BaseRequest, Request, SizedRequest, Stragglers
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
 from ferrodist.errors import (
     DistributedError,
@@ -39,17 +39,11 @@ from ferrodist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from typing_extensions import Buffer
-
-    from ferrodist.backends.group_observer import EndReason
-    from ferrodist.backends.request import Request, SizedRequest
 
 _WORLD = 0
 _TAG_BITS = 128
 
-MAX_AHEAD = 1 << 16
-"""How many ends of groups that this rank has not made (yet) it records for one other rank."""
-
+MAX_AHEAD = 1 << 16  # how many ends of groups that this rank has not made (yet) it records for one other rank
 _MAX_SILENT_IDS = 1000  # how many ids it keeps of closed sub-groups that all members have left
 
 
@@ -67,29 +61,6 @@ class Send(BaseRequest):
     def cancel(self) -> bool:
         """Take the message back; see `Request.cancel`."""
         return self._backend._cancel_send(self)  # noqa: SLF001 - the two are one mechanism
-
-    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
-        """Ask the group; see `Backend.find_stragglers`."""
-        return self._backend.find_stragglers(peers, within)
-
-
-class GroupReceive(Receive):
-    """A receive that can ask its group for stragglers."""
-
-    __slots__ = ("_backend",)
-
-    def __init__(
-        self,
-        backend: MailboxBackend,
-        mailbox: Mailbox,
-        buffer: memoryview,
-        source: int,
-        tag: int,
-        *,
-        accepts_shorter: bool,
-    ) -> None:
-        super().__init__(mailbox, buffer, source, tag, accepts_shorter=accepts_shorter)
-        self._backend = backend
 
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
         """Ask the group; see `Backend.find_stragglers`."""
@@ -116,7 +87,10 @@ class MailboxBackend(NonBlockingBackend):
     def __init__(self, rank: int, world_size: int, *, timeout: float | None, name: str) -> None:
         super().__init__(rank, world_size, timeout=timeout, name=name)
         self.subgroups: _Subgroups = _Subgroups()
-        self._mailbox = Mailbox(lambda tag, source: self.describe_rank(group_of_tag(tag), source))
+        self._mailbox = Mailbox(
+            lambda tag, source: self.describe_rank(group_of_tag(tag), source),
+            self.find_stragglers,
+        )
         self._state_lock = threading.Lock()
         self._sends: set[Send] = set()
         self._observers: list[GroupObserver] = []
@@ -154,7 +128,8 @@ class MailboxBackend(NonBlockingBackend):
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         """Have `peer_left(group_id, this rank)` run on the other members after all that was sent to them before."""
 
-    _receive_type: type[GroupReceive] = GroupReceive
+    def _make_receive(self, buffer: memoryview, source: int, tag: int) -> Receive:
+        return Receive(self._mailbox, buffer, source, tag)
 
     def add_observer(self, observer: GroupObserver) -> None:
         """Notify an observer from now on, and have it end its transfers with ranks that are gone."""
@@ -197,14 +172,15 @@ class MailboxBackend(NonBlockingBackend):
     def irecv_up_to(self, buffer: Buffer, src: int, *, tag: int = 0) -> SizedRequest:
         return self._post(buffer, src, tag, accepts_shorter=True)
 
-    def _post(self, buffer: Buffer, src: int, tag: int, *, accepts_shorter: bool) -> GroupReceive:
+    def _post(self, buffer: Buffer, src: int, tag: int, *, accepts_shorter: bool) -> Receive:
         """Post a receive; it ends with the error of `refusal` if no message is there and none will come."""
         src = check_peer(self, src, any_source=True)
         view = write_view(buffer)
         failure = self.failure_of(group_of_tag(check_tag(tag, _TAG_BITS)))
         if failure is not None:
             raise failure.fresh()
-        receive = self._receive_type(self, self._mailbox, view, src, tag, accepts_shorter=accepts_shorter)
+        receive = self._make_receive(view, src, tag)
+        receive.accepts_shorter = accepts_shorter
         self._mailbox.post(receive, partial(self.refusal, tag, src))
         return receive
 
@@ -410,7 +386,9 @@ class MailboxBackend(NonBlockingBackend):
     def _close_dropped(self) -> None:
         """Leave the sub-groups that the program has dropped, except those with a message on its way out."""
         dropped = self.subgroups.dropped
-        busy = self._sending_groups()
+        with self._state_lock:
+            busy = {group_of_tag(send.tag) for send in self._sends}
+        busy.update(*(observer.sending_groups() for observer in self._observers))
         for _ in range(len(dropped)):
             try:
                 group_id = dropped.popleft()
@@ -421,12 +399,6 @@ class MailboxBackend(NonBlockingBackend):
                 dropped.append(group_id)
             elif members is not None:  # not closed yet
                 self.close_subgroup(group_id, members)
-
-    def _sending_groups(self) -> set[int]:
-        """The groups with a message on its way out."""
-        with self._state_lock:
-            groups = {group_of_tag(send.tag) for send in self._sends}
-        return groups.union(*(observer.sending_groups() for observer in self._observers))
 
     @override
     def subgroup_failure(self, group_id: int, members: tuple[int, ...]) -> DistributedError | None:
@@ -455,6 +427,13 @@ class MailboxBackend(NonBlockingBackend):
         for observer in self._observers:
             observer.on_closed()
         return True
+
+    def leave_to_parent(self, error: DistributedError) -> None:
+        """In a forked child, make every use of the group raise ``error``: it remains the parent's."""
+        self._state_lock = threading.Lock()  # the parent's threads may have held it
+        self._ended = error  # checked before anything that could wait for another of its locks
+        for observer in self._observers:
+            observer.on_forked()
 
     def _leave_groups(self) -> None:
         """Notify the others that this rank has closed its groups."""

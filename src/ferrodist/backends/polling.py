@@ -57,8 +57,6 @@ def wait_until(done: Callable[[], bool], deadline: Deadline, is_over: Callable[[
         return True
     backoff = Backoff()
     while not done():
-        if backoff.rest(deadline.remaining()) and is_over():
-            return done()
-        if deadline.expired:
+        if (backoff.rest(deadline.remaining()) and is_over()) or deadline.expired:
             return done()
     return True

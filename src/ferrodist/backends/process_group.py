@@ -6,7 +6,6 @@ import contextlib
 import sys
 import threading
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, overload
 
@@ -22,19 +21,17 @@ from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.ucc import UccBackend
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import GroupClosedError, describe_failed_program
-from ferrodist.rendezvous import rendezvous
+from ferrodist.rendezvous import Membership, rendezvous
 from ferrodist.resource_limits import naming_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ferrodist.rendezvous import Membership
-
     Factory = Callable[[Membership, float, Deadline], Backend]
-    Opener = Callable[["_InitOptions", Deadline], tuple[Backend, Membership | None]]
 
 
 _local_group: ContextVar[Backend | None] = ContextVar("ferrodist_group", default=None)
+_MPI = "mpi"  # the backend whose ranks meet by other means than our rendezvous
 _lock = threading.RLock()  # a signal handler may close a group
 
 
@@ -54,17 +51,6 @@ class _Process:
 
 
 _process = _Process()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _InitOptions:
-    """The arguments of `init_process_group`."""
-
-    rank: int | None
-    world_size: int | None
-    init_method: str | None
-    timeout: float
-    secret: str | bytes | None = field(repr=False)
 
 
 def init_process_group(
@@ -110,10 +96,9 @@ def init_process_group(
         CollectiveMismatchError: On every rank, when some pass ``torch_default`` and some do not: at the first
             collective of those.
     """
-    opener = _OPENERS.get(backend or "") or partial(_meet_and_open, _factory(backend))
+    factory = None if backend == _MPI else _factory(backend)
     limit = resolve_timeout(timeout)
     deadline = Deadline(limit)
-    options = _InitOptions(rank=rank, world_size=world_size, init_method=init_method, timeout=limit, secret=secret)
     if torch_default:
         from ferrodist.backends import torch_default_group as torchs  # noqa: PLC0415 - loads torch.distributed
 
@@ -121,8 +106,21 @@ def init_process_group(
     with _lock:
         if _process.own is not None:
             raise ValueError("this process has a default group: call destroy_process_group() before making another")
+        membership = None
         with naming_limits("the default group can't be made"):
-            group, membership = opener(options, deadline)
+            if factory is None:  # MPI has brought its ranks together
+                if init_method is not None:
+                    raise ValueError(f"the mpi backend's ranks have met through MPI: leave {init_method=} out")
+                group: Backend = MpiBackend.from_job(rank, world_size, limit, deadline)
+            else:
+                membership = rendezvous(
+                    init_method, rank=rank, world_size=world_size, timeout=deadline.remaining(), secret=secret
+                )
+                try:
+                    group = factory(membership, limit, deadline)
+                except BaseException:
+                    membership.close()
+                    raise
         if torch_default:
             store = None if membership is None else membership.store
             try:
@@ -134,28 +132,6 @@ def init_process_group(
         _process.choose()
     at_exit(ExitStage.DEFAULT_GROUP, _leave_at_exit)
     return group
-
-
-def _meet_and_open(factory: Factory, options: _InitOptions, deadline: Deadline) -> tuple[Backend, Membership]:
-    membership = rendezvous(
-        options.init_method,
-        rank=options.rank,
-        world_size=options.world_size,
-        timeout=deadline.remaining(),
-        secret=options.secret,
-    )
-    try:
-        return factory(membership, options.timeout, deadline), membership
-    except BaseException:
-        membership.close()
-        raise
-
-
-def _open_mpi(options: _InitOptions, deadline: Deadline) -> tuple[Backend, None]:
-    """Make the group of an MPI job, whose ranks MPI has brought together."""
-    if options.init_method is not None:
-        raise ValueError(f"the mpi backend's ranks have met through MPI: leave init_method={options.init_method!r} out")
-    return MpiBackend.from_job(options.rank, options.world_size, options.timeout, deadline), None
 
 
 def destroy_process_group() -> None:
@@ -209,19 +185,11 @@ def _leave_at_exit() -> None:
 
 def abort_on_unhandled_exception(group: Backend) -> None:
     """Abort a group if an unhandled exception is the reason why the interpreter exits."""
-    error = _unhandled_exception()
-    if error is not None:
+    # Before Python 3.12 there was only the latter. At a prompt, exceptions end nothing.
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if isinstance(error, BaseException) and not hasattr(sys, "ps1"):
         with contextlib.suppress(Exception):  # a user's backend or exception may raise anything here
             group.abort(describe_failed_program(error))
-
-
-def _unhandled_exception() -> BaseException | None:
-    """The exception that ended the main thread's program, other than `SystemExit`."""
-    if hasattr(sys, "ps1"):  # at a prompt, exceptions end nothing
-        return None
-    # Before Python 3.12 there was only the latter.
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return error if isinstance(error, BaseException) else None
 
 
 def is_initialized() -> bool:
@@ -317,7 +285,7 @@ def register_backend(name: str, factory: Factory) -> None:
     Raises:
         ValueError: The name is taken.
     """
-    if name in _FACTORIES or name in _OPENERS:
+    if name in _FACTORIES or name == _MPI:
         raise ValueError(f"there is a backend {name!r} already")
     _FACTORIES[name] = factory
 
@@ -328,7 +296,7 @@ def _factory(name: str | None) -> Factory:
     if name in _FACTORIES:
         return _FACTORIES[name]
     hint = "; make simulated groups with SimulatedBackend.create_group(n)" if name == "simulated" else ""
-    raise ValueError(f"unknown backend {name!r}: there are {', '.join(sorted([*_FACTORIES, *_OPENERS]))}{hint}")
+    raise ValueError(f"unknown backend {name!r}: there are {', '.join(sorted([*_FACTORIES, _MPI]))}{hint}")
 
 
 _FACTORIES: dict[str, Factory] = {
@@ -339,5 +307,3 @@ _FACTORIES: dict[str, Factory] = {
     "tcp": TcpBackend.from_membership,
     "ucc": UccBackend.from_membership,
 }
-
-_OPENERS: dict[str, Opener] = {"mpi": _open_mpi}  # backends whose ranks meet by other means than our rendezvous

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.deadline import Deadline, long_wait
 from ferrodist.errors import DistributedError, DistributedTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
-    OnMessages = Callable[[list[bytes]], None]
-    OnEnd = Callable[[DistributedError], None]
-
+OnMessages = Callable[[list[bytes]], None]
+OnEnd = Callable[[DistributedError], None]
 
 _ANSWER_SECONDS = 0.2  # how long past its deadline a wait may ask other ranks why it timed out
 _MIN_WAIT_SECONDS = 0.02
@@ -75,14 +75,6 @@ class SizedRequest(Request, Protocol):
         """Size of the message, once the request is done."""
 
 
-@runtime_checkable
-class StragglerFinder(Protocol):
-    """A group, or a request that asks its group for stragglers."""
-
-    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
-        """Find the ranks that are responsible for a wait that timed out; see `Backend.find_stragglers`."""
-
-
 def wait_all(
     requests: Iterable[Request], deadline: Deadline, warn: Callable[[list[Request]], None] | None = None
 ) -> None:
@@ -115,11 +107,6 @@ def _are_done(requests: list[Request], deadline: Deadline) -> bool:
     return True
 
 
-def _peers_of(requests: Iterable[Request]) -> tuple[int, ...]:
-    """The known peers of requests that are not done."""
-    return tuple(sorted({request.peer for request in requests if not request.done()} - {ANY_SOURCE}))
-
-
 def _wait_for_one(request: Request, pending: list[Request], deadline: Deadline) -> None:
     try:
         request.wait(deadline.remaining())
@@ -134,13 +121,11 @@ def _give_up(pending: list[Request], deadline: Deadline, error: DistributedTimeo
     waiting = [request for request in pending if not request.done()]
     if not waiting:
         return
-    peers = _peers_of(waiting)
-    finder = next((request for request in waiting if isinstance(request, StragglerFinder)), None)
-    late = (
-        finder.find_stragglers(peers, answer_seconds(deadline.timeout))
-        if finder is not None
-        else Stragglers(ranks=peers)
-    )
+    late = Stragglers(ranks=tuple(sorted({request.peer for request in waiting} - {ANY_SOURCE})))
+    finders = (getattr(request, "find_stragglers", None) for request in waiting)  # of requests that ask their group
+    find = next(filter(None, finders), None)
+    if find is not None:
+        late = find(late.ranks, answer_seconds(deadline.timeout))
     cancelled = [request.cancel() for request in pending]
     if any(cancelled):
         found = DistributedTimeoutError(error.message + late.detail, ranks=late.ranks)
@@ -188,11 +173,6 @@ class BaseRequest:
             except ValueError:
                 return  # end took it
             callback()
-
-    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
-        """Return ``peers``; see `Backend.find_stragglers`."""
-        del within
-        return Stragglers(ranks=peers)
 
     def done(self) -> bool:
         """Return whether the transfer has ended, successfully or not."""

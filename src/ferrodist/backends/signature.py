@@ -16,8 +16,7 @@ _PAYLOAD_START = _HEADER.size + _PAYLOAD_LENGTH.size
 CALL_SIZE = 192
 """Size of an encoded call in bytes: three cache lines; every rank's fits in the first segment of a connection."""
 
-MAX_PAYLOAD = CALL_SIZE - _PAYLOAD_START
-"""Bytes of payload that travel with a call at no cost."""
+MAX_PAYLOAD = CALL_SIZE - _PAYLOAD_START  # bytes of payload that travel with a call at no cost
 
 
 @lru_cache(maxsize=256)
@@ -35,7 +34,7 @@ class CollectiveSignature:
     dtype: str = ""  # name of the element type, at most 16 characters, or empty
     reduce_op: str = ""  # name of the reduction, at most 18 characters, or empty
     root: int = -1  # -1: none
-    dim: int = -1  # that is joined or divided, counted from 0; -1: none
+    dim: int = -1  # the dim that is concatenated or split, from 0; -1: none
     count: int = 0  # elements that all ranks must agree on; 0 if they may differ
     sequence: int = 0  # position among the group's collectives
     payload: bytes = b""  # at most `MAX_PAYLOAD` bytes that every rank receives

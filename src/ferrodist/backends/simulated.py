@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from ferrodist.backends.mailbox import EAGER_LIMIT, Message, copy_bytes
+from ferrodist.backends.mailbox import EAGER_LIMIT, Message
 from ferrodist.backends.mailbox_backend import MailboxBackend, Send
 from ferrodist.errors import DistributedError, InvalidWorldSizeError
 
@@ -64,7 +64,7 @@ class SimulatedBackend(MailboxBackend):
             message = Message(self.rank, send.tag, size)
             peer._accept(message)  # noqa: SLF001 - the ranks are one mechanism
             if size:
-                peer._mailbox.write(message, partial(_copy, send.data), 0, size)  # noqa: SLF001
+                peer._mailbox.write_bytes(message, send.data)  # noqa: SLF001
             self._finish_send(send)
             return
         message = Message(self.rank, send.tag, size, grant=partial(self._move, send))
@@ -75,7 +75,7 @@ class SimulatedBackend(MailboxBackend):
         """Move an offered message for which a receive is posted; runs in the thread that came second."""
         message = self._arrivals.pop(send, None)
         if message is not None:
-            self._peers[send.peer]._mailbox.write(message, partial(_copy, send.data), 0, len(send.data))  # noqa: SLF001
+            self._peers[send.peer]._mailbox.write_bytes(message, send.data)  # noqa: SLF001
             self._finish_send(send)
 
     def _take_back(self, send: Send) -> bool:
@@ -94,8 +94,3 @@ class SimulatedBackend(MailboxBackend):
         for rank in members:
             if rank != self.rank:
                 self._peers[rank].peer_left(group_id, self.rank)
-
-
-def _copy(source: memoryview, target: memoryview) -> int:
-    copy_bytes(target, source)
-    return len(source)

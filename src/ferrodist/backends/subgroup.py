@@ -9,10 +9,10 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from typing_extensions import override
+from typing_extensions import Buffer, override
 
 from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer, check_rank
-from ferrodist.backends.request import Stragglers
+from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, SizedRequest, Stragglers, WaitEvent
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_tag
 from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, InvalidRankError, ranks_text
@@ -20,19 +20,16 @@ from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClo
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from typing_extensions import Buffer
-
-    from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, SizedRequest, WaitEvent
 
 _TAG_BITS = 64
 
 _DOUBT = "Or a rank made this sub-group with other ranks, in another order, or another number of times."
 """Possible reason for ranks to wait for each other: no message at a sub-group's creation would show it."""
 
-_MADE = "backends.subgroups"
+_COUNTS = "backends.subgroups"
 """Key of a group's attachment: how many sub-groups of each label and members this rank has made of it."""
 
-_making = threading.Lock()
+_counts_lock = threading.Lock()
 
 
 class SubBackend(NonBlockingBackend):
@@ -85,7 +82,10 @@ class SubBackend(NonBlockingBackend):
         self.verifier = CollectiveVerifier(self, doubt=_DOUBT)
         self._parent = parent
         self._members = members
-        self._root, self._root_ranks = _outermost(parent, members)
+        self._root, self._root_ranks = parent, members
+        if isinstance(parent, SubBackend):
+            self._root = parent._root  # noqa: SLF001 - the same class
+            self._root_ranks = tuple(parent.root_ranks[rank] for rank in members)
         self.verification_key = self._root.verification_key
         self._index = {rank: i for i, rank in enumerate(self._root_ranks)}
         self._closed: DistributedError | None = None
@@ -274,16 +274,10 @@ class _SubSizedRequest(_SubRequest):
         return self._request.message_bytes
 
 
-def _outermost(parent: Backend, members: tuple[int, ...]) -> tuple[Backend, tuple[int, ...]]:
-    if isinstance(parent, SubBackend):
-        return parent._root, tuple(parent._root_ranks[rank] for rank in members)  # noqa: SLF001 - the same class
-    return parent, members
-
-
 def _next_id(parent: Backend, ranks: tuple[int, ...], label: str) -> int:
-    with _making:
-        made: Counter[tuple[str, tuple[int, ...]]] = parent.attachments.setdefault(_MADE, Counter())
-        made[label, ranks] += 1
-        generation = made[label, ranks]
+    with _counts_lock:
+        counts: Counter[tuple[str, tuple[int, ...]]] = parent.attachments.setdefault(_COUNTS, Counter())
+        counts[label, ranks] += 1
+        generation = counts[label, ranks]
     text = f"{parent.group_id}:{generation}:{','.join(map(str, ranks))}:{label}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1

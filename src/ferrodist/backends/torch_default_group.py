@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined] # its stub leaves it out
 
 from ferrodist.errors import BackendUnavailable, CollectiveMismatchError, DistributedTimeoutError, UnsupportedOpError
-from ferrodist.rendezvous import PrefixStore
+from ferrodist.rendezvous import PrefixStore, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.deadline import Deadline
-    from ferrodist.rendezvous import Store
 
 _NAME = "ferrodist"  # torch's name for our backend, and the name of our entry point for torch
 _LONGEST_SECONDS = 1e9  # the longest timeout that torch gets, which counts milliseconds in 64 bits

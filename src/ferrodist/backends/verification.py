@@ -25,10 +25,10 @@ import itertools
 import math
 import struct
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ferrodist.backends import stragglers
-from ferrodist.backends.request import answer_seconds, wait_all
+from ferrodist.backends.request import Request, Stragglers, answer_seconds, wait_all
 from ferrodist.backends.signature import CALL_SIZE, CollectiveSignature, fingerprint_of, payload_of
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
 from ferrodist.deadline import Deadline, Elapsed, long_wait
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from ferrodist.backends.request import Request, Stragglers
     from ferrodist.backends.sequencer import Sequencer
 
 _TAG_BYTES = 16
@@ -154,6 +153,14 @@ def _has_ended(request: Request, seconds: float, deadline: Deadline) -> bool:
     return True
 
 
+class Verification(NamedTuple):
+    """One verification that is under way on this rank."""
+
+    call: CollectiveSignature
+    deadline: Deadline
+    pending: list[Request]  # cancelled at the end
+
+
 class CollectiveVerifier:
     """Counts and compares the collectives of one group. See [Note: verification].
 
@@ -186,9 +193,9 @@ class CollectiveVerifier:
 
     def _verify(self, call: CollectiveSignature, deadline: Deadline, *, has_turn: bool = True) -> list[bytes]:
         group = self._group
-        pending: list[Request] = []
+        current = Verification(call, deadline, [])
         try:
-            return self._exchange(call, deadline, pending, has_turn=has_turn)
+            return self._exchange(current, has_turn=has_turn)
         except GroupClosedError:
             raise
         except DistributedError as error:
@@ -198,44 +205,33 @@ class CollectiveVerifier:
             group.abort(left_reason(group.rank, call, error))
             raise
         finally:  # after the abort, so that the others learn of it first
-            for request in pending:
+            for request in current.pending:
                 request.cancel()
 
-    def _exchange(
-        self, call: CollectiveSignature, deadline: Deadline, pending: list[Request], *, has_turn: bool
-    ) -> list[bytes]:
+    def _exchange(self, current: Verification, *, has_turn: bool) -> list[bytes]:
         group = self._group
         if group.failure is not None:
             raise group.failure.fresh()
         if not has_turn:
-            raise self._queued_error(call, deadline)
+            raise self._queued_error(current.call, current.deadline)
         if group.world_size == 1:
-            return [call.payload]
-        records = self._gather_calls(call, deadline, pending)
+            return [current.call.payload]
+        records = self._gather_calls(current)
         self._doubt = ""
         self._compare(records)
         return [payload_of(record) for record in records]
 
-    def _gather_calls(self, call: CollectiveSignature, deadline: Deadline, pending: list[Request]) -> list[memoryview]:
-        """Every rank's encoded call, by rank; a transport may override this. The caller cancels what is ``pending``."""
-        tags = VerificationTags(self._group.verification_key, self._group.group_id, call.sequence)
-        table = memoryview(bytearray(tags.table_size(self._group.world_size)))
-        if self._group.rank == _COORDINATOR:
-            self._collect(call, table, deadline, pending, tags)
-        else:
-            self._report(call, table, deadline, pending, tags)
-        return [table[tags.record_size * rank :][:CALL_SIZE] for rank in range(self._group.world_size)]
-
-    def _collect(
-        self,
-        call: CollectiveSignature,
-        table: memoryview,
-        deadline: Deadline,
-        pending: list[Request],
-        tags: VerificationTags,
-    ) -> None:
-        """Rank 0: receive every rank's call, then send all of them to every rank."""
+    def _gather_calls(self, current: Verification) -> list[memoryview]:
+        """Every rank's encoded call, by rank; a transport may override this."""
         group = self._group
+        tags = VerificationTags(group.verification_key, group.group_id, current.call.sequence)
+        table = memoryview(bytearray(tags.table_size(group.world_size)))
+        (self._collect if group.rank == _COORDINATOR else self._report)(current, table, tags)
+        return [table[tags.record_size * rank :][:CALL_SIZE] for rank in range(group.world_size)]
+
+    def _collect(self, current: Verification, table: memoryview, tags: VerificationTags) -> None:
+        """Rank 0: receive every rank's call, then send all of them to every rank."""
+        group, (call, deadline, pending) = self._group, current
         tag = channel_tag(Channel.CALL, call.sequence)
         size = tags.record_size
         table[:size] = tags.seal_call(call.encode(), _COORDINATOR)
@@ -243,7 +239,7 @@ class CollectiveVerifier:
         for rank in range(1, group.world_size):
             missing[rank] = group.irecv(table[rank * size : (rank + 1) * size], rank, tag=tag)
             pending.append(missing[rank])
-        self._await_calls(call, missing, pending, deadline)
+        self._await_calls(current, missing)
         tags.check_calls(table)
         tags.seal_table(table)
         try:
@@ -259,13 +255,12 @@ class CollectiveVerifier:
                 ranks=error.ranks,
             ) from None
 
-    def _await_calls(
-        self, call: CollectiveSignature, missing: dict[int, Request], pending: list[Request], deadline: Deadline
-    ) -> None:
+    def _await_calls(self, current: Verification, missing: dict[int, Request]) -> None:
         """Empty ``missing`` as calls come; raise when one fails, or this rank's or a reporter's deadline passes."""
+        call, deadline, pending = current
         changed = threading.Semaphore(0)
         message = bytearray(1)
-        notice = self._listen(call, message, pending, changed)
+        notice = self._listen(current, message, changed)
         for request in missing.values():
             request.add_done_callback(changed.release)
         warning = long_wait()
@@ -273,74 +268,57 @@ class CollectiveVerifier:
             while notice.done() and message == _ASKS:
                 reporter = notice.wait(0)
                 pending.append(self._group.isend(b"\0", reporter, tag=channel_tag(Channel.LATE, call.sequence)))
-                notice = self._listen(call, message, pending, changed)
+                notice = self._listen(current, message, changed)
             for rank in [rank for rank, request in missing.items() if request.done()]:
                 missing.pop(rank).wait(0)
             if not missing:
                 return
+            late = tuple(missing)
             if notice.done():
-                reporter = notice.wait(0)
-                raise self.late_error(
-                    call, tuple(missing), Elapsed.of(deadline), f" (rank {reporter}'s deadline passed first)"
-                )
+                detail = f" (rank {notice.wait(0)}'s deadline passed first)"
+                raise self.late_error(call, late, Elapsed.of(deadline), detail)
             if not changed.acquire(timeout=min(deadline.remaining(), warning.remaining())):
                 if deadline.expired:
-                    raise self.late_error(call, tuple(missing), Elapsed.of(deadline))
-                self._warn(call, tuple(missing), deadline)
+                    raise self.late_error(call, late, Elapsed.of(deadline))
+                self._warn(call, late, deadline)
                 warning = Deadline(math.inf)
 
-    def _listen(
-        self, call: CollectiveSignature, message: bytearray, pending: list[Request], changed: threading.Semaphore
-    ) -> Request:
+    def _listen(self, current: Verification, message: bytearray, changed: threading.Semaphore) -> Request:
         """Receive another rank's message about its wait."""
-        notice = self._group.irecv(message, ANY_SOURCE, tag=channel_tag(Channel.LATE, call.sequence))
-        pending.append(notice)
+        notice = self._group.irecv(message, ANY_SOURCE, tag=channel_tag(Channel.LATE, current.call.sequence))
+        current.pending.append(notice)
         notice.add_done_callback(changed.release)
         return notice
 
-    def _report(
-        self,
-        call: CollectiveSignature,
-        table: memoryview,
-        deadline: Deadline,
-        pending: list[Request],
-        tags: VerificationTags,
-    ) -> None:
+    def _report(self, current: Verification, table: memoryview, tags: VerificationTags) -> None:
         """Every other rank: send the call to rank 0 and receive its answer."""
-        group = self._group
-        tag = channel_tag(Channel.CALL, call.sequence)
+        group, (call, deadline, pending) = self._group, current
+        tag, late_tag = (channel_tag(channel, call.sequence) for channel in (Channel.CALL, Channel.LATE))
         answer = group.irecv(table, _COORDINATOR, tag=tag)
         pending.append(answer)
         try:
             group.isend(tags.seal_call(call.encode(), group.rank), _COORDINATOR, tag=tag).wait(deadline.remaining())
-            self._await_answer(call, answer, deadline, pending)
+            self._await_answer(current, answer, late_tag)
         except DistributedTimeoutError:
             if group.failure is not None:  # by a timeout
                 raise
             if answer.done():  # it has ended meanwhile, or the error is its own
                 answer.wait(0)
-            else:
-                self._give_up(call, answer, deadline)
+            else:  # rank 0 has a moment to name the late ranks
+                group.isend(_GIVES_UP, _COORDINATOR, tag=late_tag)
+                try:
+                    answer.wait(_ANSWER_GRACE_SECONDS)
+                except DistributedTimeoutError:
+                    raise (group.failure or self.late_error(call, (_COORDINATOR,), Elapsed.of(deadline))) from None
         tags.check_table(table)
 
-    def _give_up(self, call: CollectiveSignature, answer: Request, deadline: Deadline) -> None:
-        """Notify rank 0 that the deadline has passed, and give it a moment to name the late ranks."""
-        group = self._group
-        group.isend(_GIVES_UP, _COORDINATOR, tag=channel_tag(Channel.LATE, call.sequence))
-        try:
-            answer.wait(_ANSWER_GRACE_SECONDS)
-        except DistributedTimeoutError:
-            raise (group.failure or self.late_error(call, (_COORDINATOR,), Elapsed.of(deadline))) from None
-
-    def _await_answer(
-        self, call: CollectiveSignature, answer: Request, deadline: Deadline, pending: list[Request]
-    ) -> None:
+    def _await_answer(self, current: Verification, answer: Request, late_tag: int) -> None:
         """Wait for rank 0's answer; warn on the way if rank 0 is late itself."""
+        call, deadline, pending = current
         if _has_ended(answer, long_wait().timeout, deadline):
             return
-        tag = channel_tag(Channel.LATE, call.sequence)
-        reply = self._group.irecv(bytearray(1), _COORDINATOR, tag=tag)
-        pending += [reply, self._group.isend(_ASKS, _COORDINATOR, tag=tag)]
+        reply = self._group.irecv(bytearray(1), _COORDINATOR, tag=late_tag)
+        pending += [reply, self._group.isend(_ASKS, _COORDINATOR, tag=late_tag)]
         if _has_ended(answer, _ANSWER_GRACE_SECONDS, deadline):
             return
         if not reply.done():

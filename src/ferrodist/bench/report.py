@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import platform
 import re
+import statistics
+from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
-from ferrodist.bench.cases import LIMITS, OURS, Operation, Peer
-from ferrodist.bench.suites import format_ranks
+from ferrodist.bench.cases import LIMITS, OURS, Operation, Peer, format_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 FORMAT = 2
 LOSS_MARK = "<- faster than ferrodist"
-_HEADINGS = ("", "median", "p10", "p99", "/ours", "/limit")
-_WIDTHS = (22, 9, 9, 9, 9, 9)
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,154 +40,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     def is_busy(self) -> bool:
         """Return whether other processes took so much time that the figures can't be trusted."""
         return self.load > 0.3 * self.num_processors
-
-
-class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """One peer in one case. Values are seconds for one call, or for an overlap a ratio of times.
-
-    With few batches ``p99`` is close to the highest. A call of an overlap is a product of matrices. ``parts`` has, by
-    name, the components of each batch's value, in seconds.
-    """
-
-    peer: str
-    median: float
-    p10: float  # a tenth of the batches were below
-    p99: float  # a hundredth of the batches were above
-    calls_per_batch: int
-    batches: list[float]
-    parts: dict[str, list[float]] = msgspec.field(default_factory=dict)
-
-    @classmethod
-    def from_batches(
-        cls,
-        peer: str,
-        *,
-        values: Sequence[float],
-        calls_per_batch: int,
-        parts: Mapping[str, Sequence[float]] | None = None,
-    ) -> Measurement:
-        """Compute the statistics of a peer's batches."""
-        return cls(
-            peer=peer,
-            median=percentile(values, 50),
-            p10=percentile(values, 10),
-            p99=percentile(values, 99),
-            calls_per_batch=calls_per_batch,
-            batches=list(values),
-            parts={name: list(times) for name, times in (parts or {}).items()},
-        )
-
-    def format_parts(self) -> str:
-        """Return "alone 5 ms, computing 5 ms, together 8 ms"; "" for a plain time."""
-        return ", ".join(f"{name} {format_seconds(percentile(times, 50))}" for name, times in self.parts.items())
-
-
-class CaseReport(msgspec.Struct, kw_only=True):
-    """One case; ``not_offered`` and ``failures`` say, by peer, why a peer has no figures.
-
-    ``size_bytes`` is the requested size of a rank's larger tensor, 0 where the operation has no size; ``num_elements``
-    are that tensor's elements, rounded up so that ranks have equal parts.
-    """
-
-    suite: str
-    operation: str
-    dtype: str
-    num_ranks: int
-    num_hosts: int
-    size_bytes: int
-    num_elements: int
-    measurements: list[Measurement] = msgspec.field(default_factory=list)
-    not_offered: dict[str, str] = msgspec.field(default_factory=dict)
-    failures: dict[str, str] = msgspec.field(default_factory=dict)
-
-    def measurement(self, peer: Peer) -> Measurement | None:
-        """A peer's figures, if it was measured."""
-        return next((measured for measured in self.measurements if measured.peer == peer.value), None)
-
-    @property
-    def ours(self) -> Measurement | None:
-        """The figures to compare with: those of ferrodist's first backend that was measured."""
-        return next((measured for peer in OURS if (measured := self.measurement(peer)) is not None), None)
-
-    def ratio_to_ours(self, measured: Measurement) -> float | None:
-        """A peer's median over ferrodist's; below 1 the peer is faster."""
-        return _ratio(measured, self.ours)
-
-    def ratio_to_limit(self, measured: Measurement) -> float | None:
-        """A peer's median over that of moving the bytes, and nothing else."""
-        return _ratio(measured, next((found for peer in LIMITS if (found := self.measurement(peer)) is not None), None))
-
-    @property
-    def faster_peers(self) -> list[Measurement]:
-        """The peers whose median is below ours."""
-        others = [one for one in self.measurements if Peer(one.peer) not in {*LIMITS, *OURS}]
-        return [one for one in others if (ratio := self.ratio_to_ours(one)) is not None and ratio < 1]
-
-    @property
-    def title(self) -> str:
-        """Return "allreduce, 2 ranks, float32, 16 KiB"."""
-        size = [self.dtype, format_bytes(self.size_bytes)] if self.size_bytes else []
-        return ", ".join([self.operation, format_ranks(self.num_ranks, self.num_hosts), *size])
-
-    def format_value(self, value: float) -> str:
-        """A value for people: a time, or for an overlap a ratio of times."""
-        return format_ratio(value) if self.operation == Operation.OVERLAP.value else format_seconds(value)
-
-
-class PeerReport(msgspec.Struct, kw_only=True):
-    """A peer on a number of ranks, and why it was not measured, if it was not.
-
-    ``command`` started it, or its first rank; the paths and options of the run are left out.
-    """
-
-    peer: str  # the name on the command line
-    num_ranks: int
-    num_hosts: int = 1
-    # of its components, and the thread level that an MPI gave
-    versions: dict[str, str] = msgspec.field(default_factory=dict)
-    command: str = ""
-    reason: str | None = None
-
-
-class Report(msgspec.Struct, kw_only=True):
-    """A run; ``settings`` are the options of the command that shape the figures."""
-
-    started: str  # ISO date and time with the zone
-    machine: Machine
-    settings: dict[str, str]
-    ferrodist: str  # the measured version
-    peers: list[PeerReport] = msgspec.field(default_factory=list)
-    cases: list[CaseReport] = msgspec.field(default_factory=list)
-    left_out: list[str] = msgspec.field(default_factory=list)  # the cases that were not measured, with the reasons
-    seconds: float = 0.0
-    is_complete: bool = False  # whether the run was not interrupted
-    format: int = FORMAT
-
-    @property
-    def failures(self) -> list[str]:
-        """The failures of all cases, a line each."""
-        return [
-            f"{case.operation} of {case.size_bytes} bytes ({case.dtype}) on {case.num_ranks} ranks"
-            f"{f' of {case.num_hosts} hosts' if case.num_hosts > 1 else ''}, {name}: {reason}"
-            for case in self.cases
-            for name, reason in case.failures.items()
-        ]
-
-
-def write_report(path: Path, report: Report) -> None:
-    """Write a report as JSON that people can read."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-
-
-def read_report(path: Path) -> Report:
-    """Read a report; ValueError if the file holds something else."""
-    try:
-        report = msgspec.json.decode(path.read_bytes(), type=Report)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path} is no report of ferrodist bench: {error}") from None
-    if report.format != FORMAT:
-        raise ValueError(f"{path} has format {report.format}, and this version reads {FORMAT}")
-    return report
 
 
 def describe_machine() -> Machine:
@@ -210,6 +62,117 @@ def describe_machine() -> Machine:
     )
 
 
+class Measurement(msgspec.Struct, frozen=True):
+    """One peer in one case. Values are seconds for one call, or for an overlap a ratio of times."""
+
+    peer: str
+    median: float
+    p10: float  # a tenth of the batches were below
+    p99: float  # a hundredth of the batches were above; with few batches it is close to the highest
+    calls_per_batch: int  # of an overlap: products of matrices
+    batches: list[float]
+    parts: dict[str, list[float]] = {}  # the components of each batch's value in seconds, by name
+
+    @classmethod
+    def from_batches(
+        cls, peer: str, values: list[float], calls_per_batch: int, parts: dict[str, list[float]] | None = None
+    ) -> Measurement:
+        """Compute the statistics of a peer's batches."""
+        p10, median, p99 = (float(value) for value in np.percentile(values, (10, 50, 99)))
+        return cls(peer, median, p10, p99, calls_per_batch, values, parts or {})
+
+    def format_parts(self) -> str:
+        """Return "alone 5 ms, computing 5 ms, together 8 ms"; "" for a plain time."""
+        return ", ".join(f"{name} {format_seconds(statistics.median(times))}" for name, times in self.parts.items())
+
+
+class CaseReport(msgspec.Struct, kw_only=True):
+    """One case; ``not_offered`` and ``failures`` say, by peer, why a peer has no figures."""
+
+    suite: str
+    operation: str
+    dtype: str
+    num_ranks: int
+    num_hosts: int
+    size_bytes: int  # the requested size of a rank's larger tensor, 0 where the operation has no size
+    num_elements: int  # of that tensor, rounded up so that ranks have equal parts
+    measurements: list[Measurement] = []
+    not_offered: dict[str, str] = {}
+    failures: dict[str, str] = {}
+
+    def measurement(self, *peers: Peer) -> Measurement | None:
+        """The figures of the first of some peers that was measured."""
+        found = {measured.peer: measured for measured in self.measurements}
+        return next((found[peer.value] for peer in peers if peer.value in found), None)
+
+    @property
+    def ours(self) -> Measurement | None:
+        """The figures to compare with: those of ferrodist's first backend that was measured."""
+        return self.measurement(*OURS)
+
+    def ratio(self, measured: Measurement, peers: Sequence[Peer]) -> float | None:
+        """A peer's median over that of the first of others that was measured: ferrodist's backends, or the limits."""
+        unit = self.measurement(*peers)
+        return None if unit is None or unit.median <= 0 else measured.median / unit.median
+
+    @property
+    def faster_peers(self) -> list[Measurement]:
+        """The peers whose median is below ours."""
+        others = [one for one in self.measurements if Peer(one.peer) not in {*LIMITS, *OURS}]
+        return [one for one in others if (ratio := self.ratio(one, OURS)) is not None and ratio < 1]
+
+    @property
+    def title(self) -> str:
+        """Return "allreduce, 2 ranks, float32, 16 KiB"."""
+        size = [self.dtype, format_bytes(self.size_bytes)] if self.size_bytes else []
+        return ", ".join([self.operation, format_ranks(self.num_ranks, self.num_hosts), *size])
+
+    def format_value(self, value: float) -> str:
+        """A value for people: a time, or for an overlap a ratio of times."""
+        return format_ratio(value) if self.operation == Operation.OVERLAP.value else format_seconds(value)
+
+
+class PeerReport(msgspec.Struct, kw_only=True):
+    """A peer on a number of ranks."""
+
+    peer: str  # the name on the command line
+    num_ranks: int
+    num_hosts: int = 1
+    versions: dict[str, str] = {}  # of its components, and the thread level that an MPI gave
+    command: str = ""  # that started it, or its first rank, without the paths and options of the run
+    reason: str | None = None  # why it was not measured
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """A run, by default one that begins now on this machine; ``settings`` are the options that shape the figures."""
+
+    started: str = msgspec.field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    machine: Machine = msgspec.field(default_factory=describe_machine)
+    settings: dict[str, str]
+    ferrodist: str = msgspec.field(default_factory=lambda: version("ferrodist"))  # the measured version
+    peers: list[PeerReport] = []
+    cases: list[CaseReport] = []
+    left_out: list[str] = []  # the cases that were not measured, with the reasons
+    seconds: float = 0.0
+    is_complete: bool = False  # whether the run was not interrupted
+    format: int = FORMAT
+
+    @property
+    def failures(self) -> list[str]:
+        """The failures of all cases, a line each."""
+        return [
+            f"{case.operation} of {case.size_bytes} bytes ({case.dtype}) on"
+            f" {format_ranks(case.num_ranks, case.num_hosts, 'of')}, {name}: {reason}"
+            for case in self.cases
+            for name, reason in case.failures.items()
+        ]
+
+
+def write_report(path: Path, report: Report) -> None:
+    """Write a report as JSON that people can read."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
 def available_bytes() -> int:
     """Memory available to new programs; 0 where the system does not say."""
     return _meminfo("MemAvailable")
@@ -217,17 +180,16 @@ def available_bytes() -> int:
 
 def case_lines(case: CaseReport) -> list[str]:
     """The figures of one case, a line for each peer; a peer that is faster than ferrodist is marked."""
-    lines = [case.title, _row(_HEADINGS)]
-    faster = {measured.peer for measured in case.faster_peers}
+    lines = [case.title, _row("", ("median", "p10", "p99", "/ours", "/limit"))]
     for measured in case.measurements:
-        values = [case.format_value(value) for value in (measured.median, measured.p10, measured.p99)]
-        to_ours = None if Peer(measured.peer) in LIMITS else case.ratio_to_ours(measured)
-        ratios = [format_ratio(to_ours), format_ratio(case.ratio_to_limit(measured))]
-        row = _row((Peer(measured.peer).title, *values, *ratios))
-        notes = [measured.format_parts(), LOSS_MARK if measured.peer in faster else ""]
-        lines.append("  ".join([row, *filter(None, notes)]))
+        peer = Peer(measured.peer)
+        to_ours = None if peer in LIMITS else case.ratio(measured, OURS)
+        cells = [case.format_value(value) for value in (measured.median, measured.p10, measured.p99)]
+        cells += [format_ratio(ratio) for ratio in (to_ours, case.ratio(measured, LIMITS))]
+        notes = [measured.format_parts(), LOSS_MARK if measured in case.faster_peers else ""]
+        lines.append("  ".join([_row(peer.title, cells), *filter(None, notes)]))
     for name, reason in (*case.not_offered.items(), *case.failures.items()):
-        lines.append(f"  {Peer(name).title:<{_WIDTHS[0]}}{'FAILED: ' if name in case.failures else '-  '}{reason}")
+        lines.append(f"{_row(Peer(name).title, ())}{'FAILED: ' if name in case.failures else '-  '}{reason}")
     return lines
 
 
@@ -241,30 +203,18 @@ def summary_lines(report: Report) -> list[str]:
     lines += report.left_out
     lines += [f"FAILED: {failure}" for failure in report.failures]
     compared = [case for case in report.cases if case.ours is not None and len(case.measurements) > 1]
-    lost = [case for case in compared if case.faster_peers]
+    lost = [(case, ours, case.faster_peers) for case in compared if case.faster_peers and (ours := case.ours)]
     lines.append(f"ferrodist was slower than a peer in {len(lost)} of {len(compared)} cases{':' if lost else '.'}")
-    for case in lost:
-        best = min(case.faster_peers, key=lambda measured: measured.median)
-        assert case.ours is not None
-        lines.append(
-            f"  {case.title}: {Peer(best.peer).title} {case.format_value(best.median)},"
-            f" ferrodist {case.format_value(case.ours.median)}"
-        )
+    for case, ours, faster in lost:
+        best = min(faster, key=lambda measured: measured.median)
+        values = f"{Peer(best.peer).title} {case.format_value(best.median)}, ferrodist {case.format_value(ours.median)}"
+        lines.append(f"  {case.title}: {values}")
     if report.machine.is_busy:
         lines.append(
             f"The machine was busy when the run began (load {report.machine.load:.1f} on"
             f" {report.machine.num_processors} processors): these figures say little."
         )
     return lines
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which ``percent`` of the values are, interpolated."""
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def format_bytes(size: int) -> str:
@@ -298,13 +248,8 @@ def _three_digits(value: float, *, always: bool = False) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
-def _ratio(measured: Measurement, unit: Measurement | None) -> float | None:
-    return None if unit is None or unit.median <= 0 else measured.median / unit.median
-
-
-def _row(cells: Sequence[str]) -> str:
-    figures = "".join(f"{cell:>{width}}" for cell, width in zip(cells[1:], _WIDTHS[1:], strict=True))
-    return f"  {cells[0]:<{_WIDTHS[0]}}{figures}".rstrip()
+def _row(title: str, cells: Sequence[str]) -> str:
+    return f"  {title:<22}" + "".join(f"{cell:>9}" for cell in cells)
 
 
 def _meminfo(name: str) -> int:

@@ -10,6 +10,7 @@ share.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import platform
@@ -19,15 +20,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.bench.adapters import RankInfo, UnsupportedError, open_adapter
-from ferrodist.bench.cases import Case, DataType, Operation, Peer
+from ferrodist.bench.adapters.base import Adapter, MemoryCopyAdapter, RankInfo, UnsupportedError
+from ferrodist.bench.cases import GROUP_CREATIONS, OURS, Case, DataType, Operation, Peer
 from ferrodist.bench.channel import Channel, ChannelClosedError, FileBarrier
 from ferrodist.bench.workload import MatmulLoad, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from ferrodist.bench.adapters import Adapter
 
 _MAX_PRODUCTS = 100_000
 _OVERLAP_ALLREDUCES = 2  # alone and together
@@ -36,12 +35,13 @@ _OVERLAP_ALLREDUCES = 2  # alone and together
 def main(arguments: Sequence[str] | None = None) -> None:
     """Join the group, and serve the driver until it has no more requests."""
     parser = argparse.ArgumentParser(prog="python -m ferrodist.bench.worker")
-    parser.add_argument("--socket", required=True, help="where the driver listens")
-    parser.add_argument("--folder", type=Path, required=True, help="the peer's own")
-    parser.add_argument("--peer", type=Peer, required=True)
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--rank", type=int, default=0, help="MPI ranks learn theirs from the library")
-    parser.add_argument("--address", help="the rendezvous of ranks on several hosts")
+    option = parser.add_argument
+    option("--socket", required=True, help="where the driver listens")
+    option("--folder", type=Path, required=True, help="the peer's own")
+    option("--peer", type=Peer, required=True)
+    option("--ranks", type=int, required=True)
+    option("--rank", type=int, default=0, help="MPI ranks learn theirs from the library")
+    option("--address", help="the rendezvous of ranks on several hosts")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles it
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -57,69 +57,59 @@ def main(arguments: Sequence[str] | None = None) -> None:
     versions = {"python": platform.python_version(), **adapter.versions}
     channel.send({"rank": adapter.rank, "num_ranks": adapter.num_ranks, "versions": versions})
     barrier = FileBarrier(options.folder / "groups", adapter.rank, adapter.num_ranks)
-    try:
-        Worker(adapter, barrier).serve(channel)
-    except ChannelClosedError:
-        pass
-    finally:
-        channel.close()
-        barrier.close()
+    with contextlib.closing(channel), contextlib.closing(barrier), contextlib.suppress(ChannelClosedError):
+        serve(channel, adapter, barrier)
     adapter.close()
 
 
-class Worker:
-    """The requests of the driver; ``barrier`` is for the time in which the ranks have no group."""
+def open_adapter(peer: Peer, info: RankInfo) -> Adapter:
+    """Join the group of a peer; every rank of it calls this."""
+    if peer is Peer.LIMIT:
+        return MemoryCopyAdapter(info)
+    if peer in OURS:
+        from ferrodist.bench.adapters.ferrodist import FerrodistAdapter, NcclAdapter  # noqa: PLC0415
 
-    def __init__(self, adapter: Adapter, barrier: FileBarrier) -> None:
-        self._adapter, self._barrier = adapter, barrier
-        self._timer: CallTimer | SubmitTimer | OverlapTimer | GroupTimer | None = None
+        return NcclAdapter(info) if peer is Peer.OVER_NCCL else FerrodistAdapter(peer, info)
+    if peer is Peer.GLOO:
+        from ferrodist.bench.adapters.gloo import GlooAdapter  # noqa: PLC0415
 
-    def serve(self, channel: Channel) -> None:
-        """Answer every message until the driver sends "end" or leaves."""
-        gc.disable()  # a collection in a timed part would not be the library's; `prepare` makes up for it
-        gc.collect()
-        gc.freeze()  # the library's own objects stay: later collections look only at newer ones
-        while True:
-            message = channel.receive()
-            if message["do"] == "end":
-                return
-            try:
-                answer = self._handle(message)
-            except UnsupportedError as error:
-                answer = {"not_offered": str(error)}
-            except Exception as error:
-                channel.send({"failed": f"{type(error).__name__}: {error}"})
-                raise
-            channel.send(answer)
+        return GlooAdapter(info)
+    from ferrodist.bench.adapters.mpi import MpiAdapter  # noqa: PLC0415
 
-    def _handle(self, message: dict[str, Any]) -> dict[str, Any]:
-        if message["do"] == "batch":
-            assert self._timer is not None, "prepare comes first"
-            return self._timer.run(message)
-        self._timer = None
-        if message["do"] == "release":
-            return {}
-        assert message["do"] == "prepare"
-        gc.collect()
-        case = Case(
-            operation=Operation(message["operation"]),
-            dtype=DataType(message["dtype"]),
-            size_bytes=message["size_bytes"],
-            num_ranks=self._adapter.num_ranks,
-            num_hosts=message["num_hosts"],
-        )
-        self._timer = open_timer(self._adapter, case, self._barrier)
-        return {"max_calls": self._timer.max_calls}
+    return MpiAdapter(peer)
 
 
-def open_timer(
-    adapter: Adapter, case: Case, barrier: FileBarrier
-) -> CallTimer | SubmitTimer | OverlapTimer | GroupTimer:
+def serve(channel: Channel, adapter: Adapter, barrier: FileBarrier) -> None:
+    """Answer every message until the driver sends "end"; ``barrier`` is for the time when the ranks have no group."""
+    gc.disable()  # a collection in a timed part would not be the library's; "prepare" makes up for it
+    gc.collect()
+    gc.freeze()  # the library's own objects stay: later collections look only at newer ones
+    timer: CallTimer | GroupTimer | None = None
+    while (message := channel.receive())["do"] != "end":
+        answer: dict[str, Any] = {}
+        try:
+            if message["do"] == "batch":
+                assert timer is not None, "prepare comes first"
+                answer = timer.run(message)
+            else:
+                timer = None  # "release" does no more
+            if message["do"] == "prepare":
+                gc.collect()
+                timer = open_timer(adapter, Case.from_plain(message["case"]), barrier)
+                answer = {"max_calls": timer.max_calls}
+        except UnsupportedError as error:
+            answer = {"not_offered": str(error)}
+        except Exception as error:
+            channel.send({"failed": f"{type(error).__name__}: {error}"})
+            raise
+        channel.send(answer)
+
+
+def open_timer(adapter: Adapter, case: Case, barrier: FileBarrier) -> CallTimer | GroupTimer:
     """Prepare a case on this rank; UnsupportedError if the library can't."""
-    reason = adapter.unsupported.get(case.operation)
-    if reason is not None:
-        raise UnsupportedError(reason)
-    if case.operation.makes_groups:
+    if case.operation in adapter.unsupported:
+        raise UnsupportedError(adapter.unsupported[case.operation])
+    if case.operation in GROUP_CREATIONS:
         return GroupTimer(adapter, case, barrier)
     kinds = {Operation.SUBMIT: SubmitTimer, Operation.OVERLAP: OverlapTimer}
     return kinds.get(case.operation, CallTimer)(adapter, case)
@@ -184,15 +174,14 @@ class OverlapTimer(CallTimer):
             load.run(num_products)
             wait(work)
 
-        answer: dict[str, Any] = {
-            "alone": self._time(lambda: wait(first())),
-            "computing": self._time(lambda: load.run(num_products)),
-            "together": self._time(both),
-        }
+        alone = self._time(lambda: wait(first()))
+        computing = self._time(lambda: load.run(num_products))
+        together = self._time(both)
         self._adapter.barrier()
-        return {**answer, "wrong": self._workload.check(_OVERLAP_ALLREDUCES) or load.check()}
+        wrong = self._workload.check(_OVERLAP_ALLREDUCES) or load.check()
+        return {"alone": alone, "computing": computing, "together": together, "wrong": wrong}
 
-    def _time(self, action: Callable[[], None]) -> int:
+    def _time(self, action: Callable[[], object]) -> int:
         _align(self._adapter)
         begin = time.perf_counter_ns()
         action()
@@ -205,7 +194,7 @@ class GroupTimer:
     max_calls = 1
 
     def __init__(self, adapter: Adapter, case: Case, barrier: FileBarrier) -> None:
-        self._adapter, self._operation, self._barrier = adapter, case.operation, barrier
+        self._adapter, self._barrier, self._is_default = adapter, barrier, case.operation is Operation.INIT
         self._input = adapter.arrays.from_values([adapter.rank + 1.0], DataType.FLOAT32)
         total = adapter.num_ranks * (adapter.num_ranks + 1) / 2
         self._sum = adapter.arrays.from_values([total], DataType.FLOAT32)
@@ -213,11 +202,11 @@ class GroupTimer:
     def run(self, message: dict[str, Any]) -> dict[str, Any]:
         """Run one batch; for a default group the message has the ``address`` of the rendezvous."""
         adapter, array, group = self._adapter, self._input + 0, None
-        if self._operation is Operation.INIT:
+        if self._is_default:
             adapter.destroy_group()
         self._barrier.wait()
         begin = time.perf_counter_ns()
-        if self._operation is Operation.INIT:
+        if self._is_default:
             adapter.init_group(f"tcp://{message['address']}")
         else:
             group = adapter.new_group()

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.bench.adapters.arrays import ALIGNMENT_BYTES
-from ferrodist.bench.cases import Case, DataType, Operation
+from ferrodist.bench.adapters.base import ALIGNMENT_BYTES
+from ferrodist.bench.cases import ALLREDUCES, ASYNCHRONOUS, IN_PLACE, REDUCTIONS, Case, DataType, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ferrodist.bench.adapters import Adapter
-    from ferrodist.bench.adapters.arrays import Arrays
+    from ferrodist.bench.adapters.base import Adapter, Arrays
 
 _PERIOD = 16381  # prime
 _BASE = tuple((17 * index + index // 11) % 4 for index in range(_PERIOD))
@@ -50,28 +49,24 @@ class Workload:
     """One rank's share of a case; UnsupportedError if the library has no such operation."""
 
     def __init__(self, adapter: Adapter, case: Case) -> None:
-        self._case, self._adapter, self._arrays = case, adapter, adapter.arrays
+        self._case, self._arrays = case, adapter.arrays
         self._rank, self._num_ranks = adapter.rank, adapter.num_ranks
         self._copies = adapter.copies  # the limit copies the input, whatever the collective is
         count = num_buffers(case.size_bytes)
         num_inputs = case.num_elements if self._copies else case.input_elements
         num_outputs = case.num_elements if self._copies else case.output_elements
         self._inputs = self._allocate(count, num_inputs)
-        in_place = case.operation.is_in_place and not self._copies
+        in_place = case.operation in IN_PLACE and not self._copies
         self._outputs = self._inputs if in_place else self._allocate(count, num_outputs)
-        make = adapter.make_start if case.operation.is_asynchronous else adapter.make_call
+        make = adapter.make_start if case.operation in ASYNCHRONOUS else adapter.make_call
         self._calls: list[Callable[[], Any]] = [
             make(case, source, target) for source, target in zip(self._inputs, self._outputs, strict=True)
         ]
         self._two_periods = self._arrays.from_values(_BASE + _BASE, DataType.FLOAT32)
         self._batch = 0
-
-    @property
-    def max_calls(self) -> int:
-        """The most calls of a batch."""
-        if not self._case.operation.is_allreduce or self._copies:
-            return _MAX_CALLS
-        return len(self._calls) * max_calls_in_place(self._case.dtype, self._num_ranks)
+        self.max_calls = _MAX_CALLS  # of a batch
+        if case.operation in ALLREDUCES and not self._copies:
+            self.max_calls = len(self._calls) * max_calls_in_place(case.dtype, self._num_ranks)
 
     def begin_batch(self, num_calls: int, batch: int) -> Sequence[Callable[[], Any]]:
         """Write new inputs, and return the calls to make; ``batch`` is the same on all ranks."""
@@ -116,7 +111,9 @@ class Workload:
 
     def _input(self, rank: int) -> Any:
         """One period of a rank's input in this batch."""
-        return self._pattern(self._base(), 1 + self._batch % 2 + (rank % 4 if self._case.operation.reduces else rank))
+        return self._pattern(
+            self._base(), 1 + self._batch % 2 + (rank % 4 if self._case.operation in REDUCTIONS else rank)
+        )
 
     def _pattern(self, values: Any, plus: int, factor: int = 1) -> Any:
         dtype = self._case.dtype
@@ -133,7 +130,7 @@ class Workload:
         if case.operation is Operation.SEND_RECV:
             partner = case.partner(self._rank)
             return [] if partner is None else [(0, total, self._input(partner), 0)]
-        if not case.operation.reduces:
+        if case.operation not in REDUCTIONS:
             begin = self._rank * part if case.operation is Operation.ALL_TO_ALL else 0
             return [(r * part, (r + 1) * part, self._input(r), begin) for r in range(num_ranks)]
         offsets = sum(1 + self._batch % 2 + rank % 4 for rank in range(num_ranks))

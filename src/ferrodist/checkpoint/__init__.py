@@ -7,20 +7,33 @@
     folders        find_latest, list_checkpoints, DistributedCheckpoint
     one process    verify -> VerificationReport, compare -> Difference, inspect_checkpoint -> Inspection, reshard;
                    other formats are in `ferrodist.checkpoint.convert`
+
+The modules::
+
+    save.py                save_distributed; one save of a group       load.py       load_distributed
+    state.py               a state as a tree and tensors by key        load_plan.py  which tensors a load fills
+    save_plan.py           who writes which boxes into which file      reader.py     reads manifests and boxes
+    writer.py              writes a rank's safetensors file
+    commit.py              the commit, and leftovers of dead saves     retention.py  find, list, remove old ones
+    consensus.py           steps that succeed on all ranks or none     async_checkpointer.py  saves in a thread
+    state_objects.py       OptimizerState, RandomState                 shard_metadata.py      shards by the program
+    format/                the state tree, the manifest, safetensors   storage/  local folders, object stores
+    tools/                 inspect, verify, compare, reshard           convert/  other formats
 """
 
-from ferrodist.checkpoint.api import load_distributed, save_distributed
 from ferrodist.checkpoint.async_checkpointer import AsyncCheckpointer, CheckpointFuture
 from ferrodist.checkpoint.format.tree import PerRank
+from ferrodist.checkpoint.load import load_distributed
 from ferrodist.checkpoint.load_plan import Placed
 from ferrodist.checkpoint.retention import find_latest, list_checkpoints
+from ferrodist.checkpoint.save import save_distributed
 from ferrodist.checkpoint.shard_metadata import (
     DistributedCheckpoint,
     ShardMetadata,
     TensorShardSpec,
     flat_shard_metadata,
 )
-from ferrodist.checkpoint.state import OptimizerState, RandomState
+from ferrodist.checkpoint.state_objects import OptimizerState, RandomState
 from ferrodist.checkpoint.tools.diff import Difference, DifferenceKind, compare
 from ferrodist.checkpoint.tools.inspect import Inspection, inspect_checkpoint
 from ferrodist.checkpoint.tools.reshard import RewriteOptions, reshard

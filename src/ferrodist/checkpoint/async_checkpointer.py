@@ -13,17 +13,17 @@ import threading
 import traceback
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.subgroup import SubBackend
-from ferrodist.checkpoint.api import check_keep_last, resolve_ranks
-from ferrodist.checkpoint.consensus import all_or_none, call_on_all, run_on_rank0
-from ferrodist.checkpoint.retention import remove_old, remove_uncommitted
-from ferrodist.checkpoint.save import DEFAULT_FILE_BYTES, Save, open_and_collect
+from ferrodist.checkpoint.commit import remove_uncommitted
+from ferrodist.checkpoint.consensus import all_or_none, call_on_all, resolve_ranks, run_on_rank0
+from ferrodist.checkpoint.retention import remove_old
+from ferrodist.checkpoint.save import Save, SaveOptions
+from ferrodist.checkpoint.save_plan import DEFAULT_FILE_BYTES
 from ferrodist.checkpoint.storage import join_path, open_storage
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import DistCheckpointError, DistributedError, describe_error
@@ -31,14 +31,12 @@ from ferrodist.errors import DistCheckpointError, DistributedError, describe_err
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
 
     from typing_extensions import Self
 
     from ferrodist.backends.base import Backend
     from ferrodist.checkpoint.save_plan import Span
     from ferrodist.checkpoint.shard_metadata import ShardMetadata
-    from ferrodist.checkpoint.storage import Storage
 
 _ALIGNMENT = 64
 
@@ -49,27 +47,18 @@ class StagingBuffer:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    @property
-    def size_bytes(self) -> int:
-        """The memory's size."""
-        return self._memory.numel()
-
     @torch.no_grad()
     def fill(self, views: Mapping[Span, torch.Tensor]) -> Callable[[Span], torch.Tensor]:
         """Copy the views, and return a function from a span to its copy."""
-        offsets: dict[Span, int] = {}
-        size = 0
-        for span, view in views.items():
-            offsets[span] = size
-            size += -(-view.numel() * view.itemsize // _ALIGNMENT) * _ALIGNMENT
+        sizes = [-(-view.nbytes // _ALIGNMENT) * _ALIGNMENT for view in views.values()]
+        size = sum(sizes)
         if size > self._memory.numel():
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # not both at a time
             self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         copies = {}
-        for span, view in views.items():
-            length = prod(span.shape) * view.itemsize
-            copy = self._memory[offsets[span] :][:length].view(view.dtype).view(span.shape)
-            copies[span] = copy.copy_(view)
+        slots = torch.split(self._memory[:size], sizes)
+        for (span, view), slot in zip(views.items(), slots, strict=True):
+            copies[span] = slot[: view.nbytes].view(view.dtype).view(span.shape).copy_(view)
         return copies.__getitem__
 
 
@@ -89,7 +78,7 @@ class CheckpointFuture:
         self.path = path
         self._future = future
         self._was_reported = False
-        """Return whether the outcome was asked for."""
+        """True once somebody has asked for the outcome."""
 
     def wait(self, timeout: float | None = None) -> str:
         """Wait until the checkpoint is committed.
@@ -167,8 +156,8 @@ class AsyncCheckpointer:
         storage_options: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> None:
-        check_keep_last(keep_last)
-        self._keep_last = keep_last
+        if keep_last is not None:
+            check_int("keep_last", keep_last, min=1)
         self._group = resolve_ranks(group)
         self._timeout = resolve_timeout(timeout)
         deadline = Deadline(self._timeout)
@@ -190,12 +179,7 @@ class AsyncCheckpointer:
         )
         self._own_group = SubBackend(self._group, range(self._group.world_size), label="ferrodist.checkpoint")
         self._queue = check_int("queue", queue, min=0)
-        self._options: dict[str, Any] = {
-            "max_file_bytes": max_file_bytes,
-            "check_replicas": check_replicas,
-            "shards": shards,
-        }
-        self._storage_options = storage_options
+        self._options = SaveOptions(max_file_bytes, check_replicas, shards, keep_last, storage_options)
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="ferrodist-checkpoint")
         self._free: list[StagingBuffer] = [StagingBuffer()]
         self._lock = threading.Lock()
@@ -233,28 +217,21 @@ class AsyncCheckpointer:
         if self._thread is None:
             raise RuntimeError("this AsyncCheckpointer is closed: make another one")
         path = self.path_of(check_int("step", step, min=0))
+        self._wait_for_room(path)
+        earlier_error = self._first_unreported()  # ranks may differ in which failures they know of and have reported
         deadline = Deadline(self._timeout)
-
-        def open_when_there_is_room() -> Storage:
-            self._wait_for_room(path)  # ranks may differ in which failures they know of and have reported
-            return open_storage(path, self._storage_options)
-
-        storage, collected = open_and_collect(
-            "begin a checkpoint", open_when_there_is_room, state, path, group=self._group, deadline=deadline
-        )
-        deadline = Deadline(self._timeout)
-        save = Save(collected, storage, self._group, **self._options, deadline=deadline)
+        save = Save(path, self._group, self._options)
+        save.prepare(state, "begin a checkpoint", deadline, earlier_error=earlier_error)
         with self._lock:
             buffer = self._free.pop() if self._free else StagingBuffer()
         try:
             with all_or_none("copy a state to be saved", path, self._group, deadline, about_arguments=False):
-                find = buffer.fill(save.own_views())
+                find = buffer.fill(save.take_views())
         except BaseException as error:
             with self._lock:
                 self._free.append(buffer)
             save.discard(error)
             raise
-        save.release_state()
         future = CheckpointFuture(path, self._thread.submit(_run_without_references, self._write, save, buffer, find))
         self._futures.append(future)
         return future
@@ -263,27 +240,28 @@ class AsyncCheckpointer:
         """Write and commit, in the thread."""
         try:
             # The time in the queue doesn't count.
-            save.run(find, self._own_group, Deadline(self._timeout))
-            if self._keep_last is not None and self.rank == 0:
-                remove_old(save.url, self._keep_last, self._storage_options, _STEP_FOLDER)
+            save.write_and_commit(self._own_group, Deadline(self._timeout), find)
+            keep_last, storage_options = self._options.keep_last, self._options.storage_options
+            if keep_last is not None and self.rank == 0:
+                remove_old(save.storage.url, keep_last, storage_options, _STEP_FOLDER)
         finally:
             with self._lock:
                 self._free.append(buffer)
 
     def _wait_for_room(self, path: str) -> None:
-        """Wait until the queue has room and no save to the path is in progress; raise the first unreported error."""
+        """Wait until the queue has room and no save to the path is in progress."""
         in_progress = [future for future in self._futures if not future.done()]
         for index, future in enumerate(in_progress):
             if index < len(in_progress) - self._queue or future.path == path:
                 future.settle()
-        self._raise_unreported()
 
-    def _raise_unreported(self) -> None:
-        """Drop finished saves, up to the first that failed."""
+    def _first_unreported(self) -> DistCheckpointError | None:
+        """Drop finished saves, up to the first that failed; return its error."""
         for future in [future for future in self._futures if future.done()]:
             self._futures.remove(future)
             if (error := future.unreported_error()) is not None:
-                raise error
+                return error
+        return None
 
     def wait(self) -> None:
         """Wait until all saves have ended.
@@ -293,7 +271,8 @@ class AsyncCheckpointer:
         """
         for future in self._futures:
             future.settle()
-        self._raise_unreported()
+        if (error := self._first_unreported()) is not None:
+            raise error
 
     def close(self) -> None:
         """Wait until all saves have ended, and stop the thread; raises as `wait` does. Closing again does nothing."""
@@ -309,9 +288,7 @@ class AsyncCheckpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             self.close()
         except DistributedError as second:

@@ -6,14 +6,17 @@
     call_on_all      the same for a function                            one all-gather
     run_on_rank0     rank 0 runs a function for all                     one broadcast
     Rank0Exchange    each rank makes a value, rank 0 answers to each    one gather and one scatter
+
+`resolve_ranks` says which ranks these are.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ferrodist.backends.process_group import is_initialized, resolve_group
+from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.collectives.objects import all_gather_object, broadcast_object, gather_object, scatter_object
 from ferrodist.errors import DistCheckpointError, DistributedError, add_error_context, describe_error
 
@@ -29,23 +32,39 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-@dataclass
-class Phase:
-    """The step that ranks take together, for messages; its block may change it on the way."""
+def resolve_ranks(group: Backend | None) -> Backend:
+    """Return the group, the default group, or a new group of this process alone."""
+    if group is None and not is_initialized():
+        return SimulatedBackend.create_group(1)[0]
+    return resolve_group(group)
 
-    action: str
-    path: str
+
+class Phase:
+    """The step that ranks take together, for messages; a function that it runs may go on to the next one."""
+
+    def __init__(self, action: str, path: str) -> None:
+        self.action = action
+        self.paths = [path]
+        """The path, and the storage's name for it once that is known; both are compared between ranks."""
+
+    def go_on(self, action: str, path: str) -> None:
+        """Begin another action, with the path by another name."""
+        self.action = action
+        self.paths.append(path)
+
+    def __str__(self) -> str:
+        return f"{self.action} at {self.paths[-1]}"
 
 
 @contextlib.contextmanager
 def all_or_none(
     action: str, path: str, group: Backend, deadline: Deadline, *, about_arguments: bool = True
-) -> Iterator[Phase]:
+) -> Iterator[None]:
     """Run the block on every rank; at its end raise on all ranks if it failed on any."""
     phase = Phase(action, path)
     own: Exception | None = None
     try:
-        yield phase
+        yield
     except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised below
         own = _unless_group_failed(error, group)
     with _context(phase, group):
@@ -54,7 +73,7 @@ def all_or_none(
         )
     if own is not None:
         raise _as_raised_here(own, phase, group.rank, about_arguments=about_arguments)
-    if (failure := _first_failure(answers, action)) is not None:
+    if (failure := _first_failure([([path], failed) for path, failed in answers], action)) is not None:
         raise _error(failure)
 
 
@@ -86,24 +105,21 @@ def run_on_rank0(function: Callable[[], _T], action: str, path: str, group: Back
 class Rank0Exchange:
     """A round trip through rank 0: it gets a value of each rank, and returns an answer to each."""
 
-    def __init__(self, path: str, group: Backend, deadline: Deadline) -> None:
-        self._path = path
+    def __init__(self, group: Backend, deadline: Deadline) -> None:
         self._group = group
         self._deadline = deadline
         self.may_be_answered = False
-        """Return whether rank 0 may have called ``answer``, as far as this rank knows."""
+        """False if this rank knows that rank 0 has not called ``answer``."""
 
     def run(
         self,
-        action: str,
+        phase: Phase,
         make: Callable[[], bytes],
         answer_action: str,
         answer: Callable[[list[bytes]], Sequence[bytes]],
-        *,
-        about_arguments: bool = True,
     ) -> bytes:
-        """Call ``make`` on all ranks, ``answer`` on rank 0, and return this rank's answer."""
-        group, phase = self._group, Phase(action, self._path)
+        """Call ``make`` on all ranks in a phase, ``answer`` on rank 0, and return this rank's answer."""
+        group, action = self._group, phase.action
         own: Exception | None = None
         made = b""
         try:
@@ -114,66 +130,68 @@ class Rank0Exchange:
         self.may_be_answered = own is None and group.failure is None
         with _context(phase, group):
             gathered = gather_object(
-                (_plain(self._path), own and _failure(own, phase, group.rank), made),
+                ([_plain(path) for path in phase.paths], own and _failure(own, phase, group.rank), made),
                 group=group,
                 timeout=self._deadline.remaining(),
             )
+        answer_phase = Phase(answer_action, phase.paths[-1])
         answers: list[tuple[bool, _Failure | None, bytes]] | None = None
         answer_error: Exception | None = None
         if gathered is not None:
-            failure = _first_failure([(path, failed) for path, failed, _ in gathered], action)
+            failure = _first_failure([(paths, failed) for paths, failed, _ in gathered], action)
             is_answered, results = failure is None, [b""] * group.world_size
             if failure is None:
                 try:
                     results = list(answer([value for *_, value in gathered]))
                 except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised below
-                    answer_error, failure = error, _failure(error, Phase(answer_action, self._path), 0)
+                    answer_error, failure = error, _failure(error, answer_phase, 0)
             answers = [(is_answered, failure, result) for result in results]
-        phase.action = answer_action
-        with _context(phase, group):
+        with _context(answer_phase, group):
             is_answered, failure, answered = scatter_object(answers, group=group, timeout=self._deadline.remaining())
         self.may_be_answered = is_answered
         if answer_error is not None:
-            raise _as_raised_here(answer_error, phase, 0)
+            raise _as_raised_here(answer_error, answer_phase, 0)
         if own is not None:
-            raise _as_raised_here(own, Phase(action, self._path), group.rank, about_arguments=about_arguments)
+            raise _as_raised_here(own, phase, group.rank)
         if failure is not None:
             raise _error(failure)
         return bytes(answered)
 
 
 def _context(phase: Phase, group: Backend) -> contextlib.AbstractContextManager[None]:
-    return add_error_context(
-        lambda: f"Rank {group.rank} was to {phase.action} at {phase.path}.", "Every rank must call it."
-    )
+    return add_error_context(lambda: f"Rank {group.rank} was to {phase}.", "Every rank must call it.")
 
 
 def _unless_group_failed(error: Exception, group: Backend) -> Exception:
     """Return an error to be sent to other ranks, or raise one of the group, which they have too."""
-    is_of_group = isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError)
-    if is_of_group and group.failure is not None:
+    if is_of_group(error) and group.failure is not None:
         raise error
     return error
+
+
+def is_of_group(error: BaseException) -> bool:
+    """Return whether an error is one of communication, as when a rank is lost, and not of the checkpoint."""
+    return isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError)
 
 
 def _failure(error: Exception, phase: Phase, rank: int) -> _Failure:
     if isinstance(error, DistCheckpointError):
         return [_plain(error.message), list(error.ranks)]
-    return [_plain(f"rank {rank} could not {phase.action} at {phase.path}: {describe_error(error)}"), [rank]]
+    return [_plain(f"rank {rank} could not {phase}: {describe_error(error)}"), [rank]]
 
 
-def _first_failure(answers: Sequence[tuple[str, _Failure | None]], action: str) -> _Failure | None:
+def _first_failure(answers: Sequence[tuple[Sequence[str], _Failure | None]], action: str) -> _Failure | None:
     for _, failure in answers:
         if failure is not None:
             return failure
-    first = answers[0][0]
-    for rank, (path, _) in enumerate(answers):
-        if path != first:
-            text = (
-                f"ranks were to {action} at one path, and rank 0 has {first}, rank {rank} {path}: choose it on one rank"
-                ", and broadcast it"
-            )
-            return [text, [0, rank]]
+    for rank, (paths, _) in enumerate(answers):
+        for first, path in zip(answers[0][0], paths, strict=True):
+            if path != first:
+                text = (
+                    f"ranks were to {action} at one path, and rank 0 has {first}, rank {rank} {path}: choose it on one"
+                    " rank, and broadcast it"
+                )
+                return [text, [0, rank]]
     return None
 
 
@@ -183,8 +201,7 @@ def _plain(text: str) -> str:
 
 
 def _error(failure: _Failure) -> DistCheckpointError:
-    message, ranks = failure
-    return DistCheckpointError(message, ranks=tuple(ranks))
+    return DistCheckpointError(failure[0], ranks=tuple(failure[1]))
 
 
 def _as_raised_here(error: Exception, phase: Phase, rank: int, *, about_arguments: bool = True) -> Exception:

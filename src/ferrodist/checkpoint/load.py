@@ -13,179 +13,103 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from torch.autograd.graph import increment_version
 
-from ferrodist.checkpoint.consensus import all_or_none, run_on_rank0
-from ferrodist.checkpoint.format.dtypes import dtype_from_name
+from ferrodist.checkpoint.consensus import all_or_none, call_on_all, resolve_ranks, run_on_rank0
 from ferrodist.checkpoint.format.manifest import MANIFEST_NAME, Manifest, decode_manifest, encode_manifest
+from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.load_plan import LoadPlanner
-from ferrodist.checkpoint.reader import CheckpointReader, put_elements
-from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.reader import CheckpointReader, put_elements, read_manifest
 from ferrodist.checkpoint.save_plan import Span
-from ferrodist.checkpoint.shard_metadata import ShardMetadata
-from ferrodist.checkpoint.state import bump_version
+from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.collectives.objects import all_gather_object, gather_object
 from ferrodist.collectives.p2p import recv_into, send
+from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.local_shards import Box
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.checkpoint.storage.base import Storage
-    from ferrodist.deadline import Deadline
+    from ferrodist.checkpoint.shard_metadata import ShardMetadata
 
 _MESSAGE_BYTES = 32 << 20
 
 
-def read_on_rank0(
-    reader: CheckpointReader,
-    manifest: Manifest,
-    wanted: Sequence[tuple[str, Box, torch.Tensor]],
-    *,
-    where: str,
-    group: Backend,
-    deadline: Deadline,
-) -> None:
-    """Fill tensors on all ranks with data that rank 0 reads; every rank calls this."""
-    own: dict[Span, list[torch.Tensor]] = {}
-    for key, box, view in wanted:
-        if box.numel:
-            own.setdefault(Span(key, box.offsets, box.shape), []).append(view)
-    gathered = gather_object(msgspec.msgpack.encode(list(own)), group=group, timeout=deadline.remaining())
-    with all_or_none("make room to read a checkpoint", where, group, deadline):
-        receivers = _receivers(own, gathered or [])
-        buffer = torch.empty(_max_message_bytes(receivers, manifest), dtype=torch.uint8, device="cpu")
-    failure = _transfer(reader, manifest, own, receivers, buffer, group=group, deadline=deadline)
-    if failure is not None:
-        raise failure
-
-
-def _receivers(own: Iterable[Span], gathered: Sequence[bytes]) -> dict[Span, list[int]]:
-    """Return the other ranks that need each box, on rank 0; elsewhere this rank's boxes, without receivers."""
-    receivers: dict[Span, list[int]] = {request: [] for request in own}
-    for rank, encoded in enumerate(gathered):
-        for request in msgspec.msgpack.decode(encoded, type=list[Span]) if rank else ():
-            receivers.setdefault(request, []).append(rank)
-    return receivers
-
-
-def _transfer(
-    reader: CheckpointReader,
-    manifest: Manifest,
-    own: Mapping[Span, Sequence[torch.Tensor]],
-    receivers: Mapping[Span, Sequence[int]],
-    buffer: torch.Tensor,
-    *,
-    group: Backend,
-    deadline: Deadline,
-) -> Exception | None:
-    """Read and send the boxes of all ranks on rank 0, receive this rank's elsewhere; return the first error."""
-    failure: Exception | None = None
-    for request, chunk, inner in _chunks(receivers, manifest):
-        data = _buffer_view(buffer, request, chunk, manifest)
-        if group.rank == 0:
-            failure = failure or _catch(partial(reader.read_box, request.key, chunk, data))
-            for rank in receivers[request]:
-                send(data, rank, group=group, timeout=deadline.remaining())
-        else:
-            recv_into(data, 0, group=group, timeout=deadline.remaining())
-        failure = failure or _catch(partial(_copy_to_targets, request, data, inner, own.get(request, ())))
-    return failure
-
-
-def _catch(act: Callable[[], None]) -> Exception | None:
-    """Return the error of a call, since other ranks still wait for data and are told at the end."""
-    try:
-        act()
-    except Exception as error:  # noqa: BLE001 - raised when all is sent
-        return error
-    return None
-
-
-def _max_message_bytes(requests: Iterable[Span], manifest: Manifest) -> int:
-    """The size of the longest message, one or more rows."""
-    sizes = [chunk.numel * _dtype(request, manifest).itemsize for request, chunk, _ in _chunks(requests, manifest)]
-    return max(sizes, default=0)
-
-
-def _dtype(request: Span, manifest: Manifest) -> torch.dtype:
-    return dtype_from_name(manifest.tensors[request.key].dtype)
-
-
-def _buffer_view(buffer: torch.Tensor, request: Span, box: Box, manifest: Manifest) -> torch.Tensor:
-    """View the beginning of the buffer as a tensor of a box's shape."""
-    dtype = _dtype(request, manifest)
-    return buffer[: box.numel * dtype.itemsize].view(dtype).view(box.shape)
-
-
-def _copy_to_targets(request: Span, data: torch.Tensor, inner: Box, views: Iterable[torch.Tensor]) -> None:
-    for view in views:
-        put_elements(inner.take(view), data, request.key)
-
-
-def _sorted_requests(requests: Iterable[Span], manifest: Manifest) -> list[Span]:
-    """Sort by position in the files, the same way on all ranks."""
-    return sorted(
-        requests, key=lambda request: (*manifest.position(request.key), request.key, request.offsets, request.shape)
-    )
-
-
-def _chunks(requests: Iterable[Span], manifest: Manifest) -> Iterator[tuple[Span, Box, Box]]:
-    """Split all requests into chunks of some rows: as boxes of the saved tensor, and of the request."""
-    for request in _sorted_requests(requests, manifest):
-        whole = Box(request.offsets, request.shape)
-        if not request.shape:
-            yield request, whole, whole
-            continue
-        row = whole.numel // request.shape[0] * _dtype(request, manifest).itemsize
-        rows_per_chunk = max(1, _MESSAGE_BYTES // row)
-        for begin in range(0, request.shape[0], rows_per_chunk):
-            count = min(rows_per_chunk, request.shape[0] - begin)
-            chunk = Box((request.offsets[0] + begin, *request.offsets[1:]), (count, *request.shape[1:]))
-            yield request, chunk, chunk.within(whole)
-
-
 @torch.no_grad()
-def load(
-    storage: Storage,
-    into: Any,
-    group: Backend,
+def load_distributed(
+    path: str | os.PathLike[str],
+    into: Any = None,
     *,
-    strict: bool,
-    verify: bool,
-    one_reads: bool,
-    shards: ShardMetadata | None,
-    deadline: Deadline,
+    group: Backend | None = None,
+    strict: bool = True,
+    verify: bool = True,
+    one_reads: bool = False,
+    shards: ShardMetadata | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
 ) -> Any:
-    """Load a checkpoint, as `load_distributed` does."""
-    manifest = _share_manifest(storage, group, deadline)
-    with all_or_none("load a checkpoint", storage.url, group, deadline):
-        shards = shards or ShardMetadata(num_ranks=group.world_size)
-        shards.check(group.world_size)
-        planner = LoadPlanner(manifest, group.rank, group.world_size, shards)
+    """Load a checkpoint, or a part of it; every rank of the group calls this.
+
+    Each rank reads only the bytes of its own shards, whatever the number of ranks and the placements were when the
+    checkpoint was saved.
+
+    Args:
+        path: The checkpoint.
+        into: The wanted state, nested as it was saved; parts may be left out. Tensors are filled in place, in their own
+            dtypes; modules, `OptimizerState` and objects with ``load_state_dict()`` load their part; a `Placed` becomes
+            a `DTensor`; any other value, and an empty dict or list, is replaced by the saved value with full tensors.
+            None is the full state.
+        group: The ranks that load; as for `save_distributed`.
+        strict: Raise for wanted values that were not saved, and for saved tensors that a module or optimizer doesn't
+            have.
+        one_reads: Have rank 0 read for all ranks, each byte once, and send it on; for storage that is slower than the
+            network between ranks.
+        shards: The sharding of plain tensors in ``into``.
+        verify: Check the hashes of all blocks read: a fifth of the time of a load from memory, little of one from a
+            disk.
+        storage_options: Options of fsspec's file system, if the path is a URL.
+        timeout: Seconds within which all ranks must be done; None takes FERRODIST_TIMEOUT's, or
+            `DEFAULT_COLLECTIVE_TIMEOUT`.
+
+    Returns:
+        ``into`` with the loaded values; its tensors, modules and objects are the same objects.
+
+    Raises:
+        DistCheckpointError: On all ranks: the checkpoint is missing, doesn't fit, or is damaged. Some tensors may
+            have been filled already.
+        TypeError, ValueError: An argument is wrong.
+    """
+    ranks, deadline = resolve_ranks(group), Deadline(resolve_timeout(timeout))
+    storage = call_on_all(lambda: open_storage(path, storage_options), "open a checkpoint", str(path), ranks, deadline)
+    manifest = _share_manifest(storage, ranks, deadline)
+    with all_or_none("load a checkpoint", storage.url, ranks, deadline):
+        if shards:
+            shards.check(ranks.world_size)
+        planner = LoadPlanner(manifest, ranks.rank, ranks.world_size, shards)
         build = planner.match(manifest.tree, into)
-    _check_complete(planner if strict else None, storage.url, group, deadline)
-    with all_or_none("load a checkpoint", storage.url, group, deadline, about_arguments=False):
+    _check_complete(planner if strict else None, storage.url, ranks, deadline)
+    with all_or_none("load a checkpoint", storage.url, ranks, deadline, about_arguments=False):
         reader = CheckpointReader(storage, manifest, verify=verify)
         try:
             targets = sorted(planner.targets, key=lambda target: manifest.position(target[0]))
-            boxes = [(key, box, view) for key, _, part in targets for box, view in part.boxes]
+            boxes = [(key, box, view) for key, _, shard in targets for box, view in shard.boxes]
             if one_reads:
-                read_on_rank0(reader, manifest, boxes, where=storage.url, group=group, deadline=deadline)
+                _read_on_rank0(reader, boxes, storage.url, ranks, deadline)
             else:
                 for key, box, view in boxes:
                     reader.read_box(key, box, view)
             for _, tensor, _ in targets:
-                # to_local() would keep a history
-                bump_version(tensor._local if isinstance(tensor, DTensor) else tensor)
+                local = tensor._local if isinstance(tensor, DTensor) else tensor  # to_local() would keep a history
+                if not local.is_inference():
+                    increment_version(local)  # autograd has not seen the write
         finally:
             storage.close()
-    taken = []
-    with all_or_none("load the state of objects", storage.url, group, deadline, about_arguments=False):
-        taken.append(build())
-    return taken[0]
+    with all_or_none("load the state of objects", storage.url, ranks, deadline, about_arguments=False):
+        return build()
 
 
 def _share_manifest(storage: Storage, group: Backend, deadline: Deadline) -> Manifest:
@@ -228,3 +152,77 @@ def _check_complete(planner: LoadPlanner | None, where: str, group: Backend, dea
 def _abbreviate(names: Sequence[str], count: int) -> str:
     shown = ", ".join(names[:3])
     return shown if count <= 3 else f"{shown} and {count - 3} more"
+
+
+def _read_on_rank0(
+    reader: CheckpointReader,
+    wanted: Iterable[tuple[str, Box, torch.Tensor]],
+    where: str,
+    group: Backend,
+    deadline: Deadline,
+) -> None:
+    """Fill tensors on all ranks with data that rank 0 reads; every rank calls this."""
+    manifest = reader.manifest
+    own: dict[Span, list[torch.Tensor]] = {}
+    for key, box, view in wanted:
+        if box.numel:
+            own.setdefault(Span(key, box.offsets, box.shape), []).append(view)
+    gathered = gather_object(msgspec.msgpack.encode(list(own)), group=group, timeout=deadline.remaining())
+    with all_or_none("make room to read a checkpoint", where, group, deadline):
+        # The other ranks that need each box, on rank 0; elsewhere this rank's boxes, without receivers.
+        receivers: dict[Span, list[int]] = {request: [] for request in own}
+        for rank, encoded in enumerate(gathered or ()):
+            for request in msgspec.msgpack.decode(encoded, type=list[Span]) if rank else ():
+                receivers.setdefault(request, []).append(rank)
+        buffer = torch.empty(_max_message_bytes(receivers, manifest), dtype=torch.uint8, device="cpu")
+    failure: Exception | None = None
+    for request, chunk, inner in _chunks(receivers, manifest):
+        dtype = _dtype(request, manifest)
+        data = buffer[: chunk.numel * dtype.itemsize].view(dtype).view(chunk.shape)
+        if group.rank == 0:
+            failure = failure or _catch(partial(reader.read_box, request.key, chunk, data))
+            for rank in receivers[request]:
+                send(data, rank, group=group, timeout=deadline.remaining())
+        else:
+            recv_into(data, 0, group=group, timeout=deadline.remaining())
+        for view in own.get(request, ()):
+            failure = failure or _catch(partial(put_elements, inner.take(view), data, request.key))
+    if failure is not None:
+        raise failure
+
+
+def _catch(act: Callable[[], None]) -> Exception | None:
+    """Return the error of a call, since other ranks still wait for data and are told at the end."""
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 - raised when all is sent
+        return error
+    return None
+
+
+def _max_message_bytes(requests: Iterable[Span], manifest: Manifest) -> int:
+    """The size of the longest message, one or more rows."""
+    sizes = [chunk.numel * _dtype(request, manifest).itemsize for request, chunk, _ in _chunks(requests, manifest)]
+    return max(sizes, default=0)
+
+
+def _dtype(request: Span, manifest: Manifest) -> torch.dtype:
+    return dtype_from_name(manifest.tensors[request.key].dtype)
+
+
+def _chunks(requests: Iterable[Span], manifest: Manifest) -> Iterator[tuple[Span, Box, Box]]:
+    """Split all requests into chunks of some rows: as boxes of the saved tensor, and of the request.
+
+    They come by position in the files, in the same order on all ranks.
+    """
+    for request in sorted(requests, key=lambda each: (manifest.position(each.key), each.key, each.offsets, each.shape)):
+        whole = Box(request.offsets, request.shape)
+        if not request.shape:
+            yield request, whole, whole
+            continue
+        row = whole.numel // request.shape[0] * _dtype(request, manifest).itemsize
+        rows_per_chunk = max(1, _MESSAGE_BYTES // row)
+        for begin in range(0, request.shape[0], rows_per_chunk):
+            count = min(rows_per_chunk, request.shape[0] - begin)
+            chunk = Box((request.offsets[0] + begin, *request.offsets[1:]), (count, *request.shape[1:]))
+            yield request, chunk, chunk.within(whole)

@@ -3,46 +3,42 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.checkpoint.format.dtypes import dtype_from_name
+from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.format.tree import (
     PerRank,
     check_depth,
-    check_tensor,
     decode_leaf,
     is_leaf_node,
     path_text,
     referenced_keys,
     split_node,
-    tensor_identity,
     tensor_key,
 )
 from ferrodist.checkpoint.state import (
-    OptimizerState,
     Stateful,
-    empty_shard_like,
+    check_tensor,
     inner_module,
     module_state,
     refuse_optimizer,
+    tensor_identity,
 )
+from ferrodist.checkpoint.state_objects import OptimizerState, empty_shard_like
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.dtensor import DTensor
-from ferrodist.tensor.local_shards import flat_shard_of
+from ferrodist.tensor.local_shards import LocalShard, flat_shard_of, local_shard
 from ferrodist.tensor.spec import DTensorSpec, check_placements
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
     from ferrodist.checkpoint.format.manifest import Manifest
     from ferrodist.checkpoint.shard_metadata import ShardMetadata
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.local_shards import LocalShard
     from ferrodist.tensor.placement import Placement
 
     Builder = Callable[[], Any]
@@ -66,10 +62,6 @@ class Placed:
         self.dtype = dtype
 
 
-def _make_on_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="cpu")
-
-
 @dataclass
 class LoadPlanner:
     """Matches a saved tree with the objects that are loaded."""
@@ -77,8 +69,10 @@ class LoadPlanner:
     manifest: Manifest
     rank: int
     world_size: int
-    shards: ShardMetadata
-    make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] = _make_on_cpu
+    shards: ShardMetadata | None = None
+    make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] = lambda shape, dtype: torch.empty(
+        shape, dtype=dtype, device="cpu"
+    )
     targets: list[tuple[str, torch.Tensor, LocalShard]] = field(default_factory=list)
     """Keys of saved tensors, the tensors they fill, and this rank's shards of these."""
     used: set[str] = field(default_factory=set)
@@ -106,7 +100,8 @@ class LoadPlanner:
             ((list, tuple), self._match_sequence),
         )
         for kind, matcher in matchers:
-            if isinstance(into, kind) and not _is_empty(into):
+            is_empty = type(into) in (dict, list, tuple) and not into  # asks for the saved one
+            if isinstance(into, kind) and not is_empty:
                 return matcher(node, into, path)
         return self.decode(node, path)
 
@@ -124,36 +119,24 @@ class LoadPlanner:
             return tensor.numpy if mark == "array" else lambda: tensor
         if mark == "per_rank":
             return self._match_per_rank(node, PerRank(None), path, is_wanted=False)
-        return self._decode_all(content, path, _SEQUENCE_TYPES[mark])
-
-    def _decode_all(self, nodes: Sequence[Any], path: tuple[object, ...], kind: Callable[[Any], Any]) -> Builder:
-        builders = [self.decode(each, (*path, index)) for index, each in enumerate(nodes)]
-        return lambda: kind([build() for build in builders])
+        sequence = [self.decode(each, (*path, index)) for index, each in enumerate(content)]
+        return lambda: _SEQUENCE_TYPES[mark]([build() for build in sequence])
 
     def _new_tensor(self, key: str, path: tuple[object, ...]) -> torch.Tensor:
         """Allocate a full tensor, or this rank's shard; once for tied tensors."""
         if key not in self._new_tensors:
             saved = self.manifest.tensors[key]
-            name = tensor_key(path)
-            spec = self.shards.tensor_specs.get(name)
+            spec = self.shards.tensor_specs.get(tensor_key(path)) if self.shards else None
             shape = saved.shape if spec is None else spec.shape_of(self.rank)
             made = self.make(shape, dtype_from_name(saved.dtype))
-            part = self.shards.part(name, made, self.rank)
-            self._check_fits(key, part, path)
             self._new_tensors[key] = made
-            self._add_target(key, made, part)
+            self._add_target(key, made, path)
         return self._new_tensors[key]
-
-    def _add_target(self, key: str, tensor: torch.Tensor, part: LocalShard) -> None:
-        self.used.add(key)
-        self.targets.append((key, tensor, part))
 
     def _add_tensor(self, node: Any, into: torch.Tensor, path: tuple[object, ...]) -> Builder:
         key = self._key(node, path)
         check_tensor(into, path)
-        part = self.shards.part(tensor_key(path), into, self.rank)
-        self._check_fits(key, part, path)
-        self._add_target(key, into, part)
+        self._add_target(key, into, path)
         return lambda: into
 
     def _key(self, node: Any, path: tuple[object, ...]) -> str:
@@ -162,7 +145,9 @@ class LoadPlanner:
         key: str = node.get("tensor") or node["array"]
         return key
 
-    def _check_fits(self, key: str, into: LocalShard, path: tuple[object, ...]) -> None:
+    def _add_target(self, key: str, tensor: torch.Tensor, path: tuple[object, ...]) -> None:
+        """Have a tensor filled, if the saved one fits it."""
+        into = self.shards.part(tensor_key(path), tensor, self.rank) if self.shards else local_shard(tensor)
         saved = self.manifest.tensors[key]
         if into.shape != saved.shape:
             raise DistCheckpointError(
@@ -174,6 +159,8 @@ class LoadPlanner:
                 f"{path_text(path)} is {into.dtype}, and was saved as torch.{saved.dtype}, which doesn't convert to it"
                 " without loss of more than digits"
             )
+        self.used.add(key)
+        self.targets.append((key, tensor, into))
 
     def _match_placed(self, node: Any, into: Placed, path: tuple[object, ...]) -> Builder:
         key = self._key(node, path)
@@ -193,7 +180,7 @@ class LoadPlanner:
                 return self.match(saved[str(self.rank)], into.value, path)
             if is_wanted:
                 self.missing.append(path_text(path))
-            return _constant(into.value)
+            return lambda: into.value
         if into.resize is None and not is_wanted:
             by_rank = {int(rank): self.decode(each, (*path, rank)) for rank, each in saved.items()}
             return lambda: {rank: build() for rank, build in by_rank.items()}
@@ -245,15 +232,12 @@ class LoadPlanner:
         kind = list if isinstance(into, list) else tuple
         saved = node if kind is list else node.get("tuple") if isinstance(node, dict) else None
         if not isinstance(saved, list) or len(saved) != len(into):
-            found = f"{counted(len(saved), 'member')}" if isinstance(saved, list) else "something else"
+            found = counted(len(saved), "member") if isinstance(saved, list) else "something else"
             raise DistCheckpointError(
                 f"{path_text(path)} should be {with_article(kind.__name__)} of {len(into)}, and was saved as {found}:"
                 " put None there to load it as it was saved"
             )
-        builders = [
-            self.match(each, target, (*path, index))
-            for index, (each, target) in enumerate(zip(saved, into, strict=True))
-        ]
+        builders = [self.match(each, into[index], (*path, index)) for index, each in enumerate(saved)]
         return lambda: kind([build() for build in builders])
 
     def _match_module(self, node: Any, into: torch.nn.Module, path: tuple[object, ...]) -> Builder:
@@ -263,7 +247,11 @@ class LoadPlanner:
         saved = _keys_and_nodes(node) or {}
         # Extra state and other values go through load_state_dict.
         others = [key for key, value in state.items() if key in saved and id(value) not in own]
-        wanted = {key: _module_target(key, value) for key, value in state.items()}
+        # None for values that are loaded as saved.
+        wanted = {
+            key: value if isinstance(value, torch.Tensor) and not key.endswith("_extra_state") else None
+            for key, value in state.items()
+        }
         build = self._match_mapping(node, wanted, path, getattr(into, "first_names", None))
         self._note_unexpected(saved, state, path)
 
@@ -338,7 +326,6 @@ _SEQUENCE_TYPES: dict[str, Callable[[Any], Any]] = {
     "frozenset": frozenset,
     "size": torch.Size,
 }
-"""The types of sequence marks."""
 
 
 def _keys_and_nodes(node: Any) -> dict[Any, Any] | None:
@@ -362,17 +349,6 @@ def _tied_name(key: Any, saved: Mapping[Any, Any], first_names: Mapping[str, str
     first = first_names.get(key)
     names = [name for name, other in first_names.items() if other == first] if first is not None else []
     return next((name for name in names if name in saved), None)
-
-
-def _module_target(key: str, value: Any) -> Any:
-    """Return the target of a module's tensor; None for values that are loaded as saved."""
-    is_tensor = isinstance(value, torch.Tensor) and not key.endswith("_extra_state")
-    return value if is_tensor else None
-
-
-def _is_empty(into: object) -> bool:
-    """Return whether ``into`` is an empty plain container, which asks for the saved one."""
-    return type(into) in (dict, list, tuple) and not into
 
 
 def _constant(value: Any) -> Builder:

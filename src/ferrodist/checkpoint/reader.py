@@ -1,4 +1,4 @@
-"""Reading boxes of tensors from a checkpoint's files: only the needed bytes, with the hash of each block checked.
+"""Reading a checkpoint: its manifest, and boxes of tensors, of which each block's hash is checked.
 
 A hash covers a block of a shard. A range that begins or ends inside a block needs the full block, unless hashes are not
 checked: at most two more blocks for each range of bytes.
@@ -9,18 +9,26 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from ferrodist.checkpoint.format.dtypes import dtype_from_name
-from ferrodist.checkpoint.format.manifest import hash_bytes
+from ferrodist.checkpoint.format.manifest import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    SINGLE_NAME,
+    Manifest,
+    ShardEntry,
+    decode_manifest,
+    hash_bytes,
+)
+from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
-    from ferrodist.checkpoint.format.manifest import Manifest, ShardEntry
     from ferrodist.checkpoint.storage.base import Storage
 
 _READ_BYTES = 32 << 20
@@ -28,6 +36,65 @@ _READ_BYTES = 32 << 20
 
 _LONG_ROW_BYTES = 4 << 20
 """Rows longer than this are read in part: a whole tensor may be one row."""
+
+DCP_METADATA_NAME = ".metadata"
+"""The manifest's name in torch.distributed.checkpoint."""
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_IMPORTS = {"torch": "import_torch_file", "dcp": "import_dcp", "hf": "import_hugging_face"}
+
+
+def read_manifest(storage: Storage) -> Manifest:
+    """Read the manifest of the checkpoint in a folder."""
+    where = f"{storage.url}/{MANIFEST_NAME}"
+    try:
+        data = storage.get(MANIFEST_NAME)
+    except FileNotFoundError:
+        raise DistCheckpointError(_explain_missing(storage)) from None
+    except NotADirectoryError as error:
+        if not Path(storage.url).is_file():  # a file is above it
+            raise DistCheckpointError(f"{where} can't be read: {error}") from error
+        raise DistCheckpointError(
+            f"{storage.url} is a file, and a checkpoint is a folder. {_conversion_hint('torch', storage.url)}"
+        ) from None
+    except OSError as error:
+        raise DistCheckpointError(f"{where} can't be read: {error}") from error
+    return decode_manifest(data, where)
+
+
+def _explain_missing(storage: Storage) -> str:
+    """Return the message for a folder without a manifest."""
+    try:
+        is_empty, other, inner = not storage.list_names(), describe_foreign_format(storage), storage.list_folders()
+    except OSError as error:
+        return f"{storage.url} can't be read: {error}"
+    what = "nothing in it, or is not there" if is_empty and not inner else "no checkpoint in it"
+    text = f"{storage.url} has {what}: {MANIFEST_NAME} is missing"
+    if other:
+        return f"{text}. {other}"
+    if inner:
+        return f"{text}. There are folders in it, as {inner[-1]}: name one that has a checkpoint, or ask find_latest()"
+    return text
+
+
+def describe_foreign_format(storage: Storage) -> str:
+    """Return a sentence on which other format a folder has and how to convert it; empty for unknown formats."""
+    names = storage.list_names()
+    if DCP_METADATA_NAME in names:
+        return f"It is a folder of torch.distributed.checkpoint. {_conversion_hint('dcp', storage.url)}"
+    if SINGLE_NAME in names or INDEX_NAME in names:
+        return f"It is a folder of Hugging Face's. {_conversion_hint('hf', storage.url)}"
+    for name in names:
+        if name.endswith(_TORCH_SUFFIXES):
+            return f"It has {name}. {_conversion_hint('torch', f'{storage.url}/{name}')}"
+    return ""
+
+
+def _conversion_hint(kind: str, path: str) -> str:
+    return (
+        f"`ferrodist ckpt convert --from {kind} --to ferrodist {path} NEW` makes a checkpoint of it, in Python"
+        f" `ferrodist.checkpoint.convert.{_IMPORTS[kind]}`."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +113,14 @@ class CheckpointReader:
 
     def __init__(self, storage: Storage, manifest: Manifest, *, verify: bool) -> None:
         self._storage = storage
-        self._manifest = manifest
+        self.manifest = manifest
         self._verify = verify
         self._checked: set[int] = set()
         self._lock = threading.Lock()
 
     def read_box(self, key: str, box: Box, target: torch.Tensor) -> None:
         """Fill a tensor with a box of a saved one."""
-        tensor = self._manifest.tensors[key]
+        tensor = self.manifest.tensors[key]
         dtype, missing = dtype_from_name(tensor.dtype), box.numel
         for shard in tensor.shards:
             saved = Box(shard.offsets, shard.shape)
@@ -76,7 +143,8 @@ class CheckpointReader:
         # Consecutive full rows are one range of bytes.
         is_run = all(size == whole for size, whole in zip(box.shape[1:], shape[1:], strict=True))
         first = run.start + box.offsets[0] * row_bytes if box.offsets else run.start
-        if is_run and target.dtype is run.dtype and _is_row_major_memory(target):
+        is_row_major = target.is_contiguous() and not target.is_conj() and not target.is_neg()
+        if is_run and is_row_major and target.dtype is run.dtype and target.device.type == "cpu":
             self._read_bytes(run.key, run.shard, first, memory_of(target))
             return
         num_rows = box.shape[0] if box.shape else 1
@@ -99,7 +167,7 @@ class CheckpointReader:
 
     def _read_bytes(self, key: str, shard: ShardEntry, start: int, into: memoryview) -> None:
         """Fill memory with bytes of a shard."""
-        name = self._manifest.files[shard.file].name
+        name = self.manifest.files[shard.file].name
         try:
             self._check_file(shard.file)
             if self._verify:
@@ -114,7 +182,7 @@ class CheckpointReader:
             raise self._error(name, key, f"can't be read: {error}") from error
 
     def _read_checked(self, key: str, shard: ShardEntry, start: int, into: memoryview) -> None:
-        block, size, stop = self._manifest.block_bytes, shard.stop - shard.start, start + len(into)
+        block, size, stop = self.manifest.block_bytes, shard.stop - shard.start, start + len(into)
         at = start
         while at < stop:
             begin = at // block * block
@@ -132,7 +200,7 @@ class CheckpointReader:
 
     def _read_blocks(self, key: str, shard: ShardEntry, begin: int, into: memoryview) -> None:
         """Read full blocks of a shard and check them."""
-        name, block = self._manifest.files[shard.file].name, self._manifest.block_bytes
+        name, block = self.manifest.files[shard.file].name, self.manifest.block_bytes
         self._storage.read(name, shard.start + begin, into)
         for at in range(0, len(into), block):
             data = into[at : at + block]
@@ -149,62 +217,42 @@ class CheckpointReader:
         with self._lock:
             if file_index in self._checked:
                 return
-        file = self._manifest.files[file_index]
-        found = self._storage.size_bytes(file.name)
+        file = self.manifest.files[file_index]
+        found, problem = self._storage.size_bytes(file.name), ""
         if found != file.size_bytes:
-            raise DistCheckpointError(
-                f"{self._storage.url}/{file.name}, which has {self._tensors_in(file_index)}, has {found} bytes where"
-                f" {file.size_bytes} were written"
-            )
-        if self._verify:
-            self.check_header(file_index)
+            problem = f"has {found} bytes where {file.size_bytes} were written"
+        elif self._verify:
+            header = bytearray(file.header_bytes)
+            self._storage.read(file.name, 0, memoryview(header))
+            if hash_bytes(header) != file.header_hash:
+                problem = "is damaged: its header doesn't have the hash that it was saved with"
+        if problem:
+            tensors = self.manifest.tensors.items()
+            keys = [key for key, tensor in tensors if any(shard.file == file_index for shard in tensor.shards)]
+            names = f"{', '.join(map(repr, keys[:3]))}{' and others' if len(keys) > 3 else ''}"
+            raise DistCheckpointError(f"{self._storage.url}/{file.name}, which has tensor {names}, {problem}")
         with self._lock:
             self._checked.add(file_index)
 
-    def check_header(self, file_index: int) -> None:
-        """Check the hash of a file's header."""
-        file = self._manifest.files[file_index]
-        header = bytearray(file.header_bytes)
-        self._storage.read(file.name, 0, memoryview(header))
-        if hash_bytes(header) != file.header_hash:
-            raise DistCheckpointError(
-                f"{self._storage.url}/{file.name}, which has {self._tensors_in(file_index)}, is damaged: its header"
-                " doesn't have the hash that it was saved with"
-            )
-
-    def _tensors_in(self, file_index: int) -> str:
-        """The names of a file's tensors, for messages."""
-        tensors = self._manifest.tensors.items()
-        keys = [key for key, tensor in tensors if any(shard.file == file_index for shard in tensor.shards)]
-        return f"tensor {', '.join(map(repr, keys[:3]))}{' and others' if len(keys) > 3 else ''}"
-
     def _error(self, name: str, key: str, what: str) -> DistCheckpointError:
         return DistCheckpointError(f"{self._storage.url}/{name}, which has a part of tensor {key!r}, {what}")
-
-
-def _is_row_major_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements are its memory, row-major, on the CPU."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def put_elements(target: torch.Tensor, elements: torch.Tensor, key: str) -> None:
     """Copy elements of a saved tensor into a tensor, which may be an inference tensor."""
     with torch.inference_mode(target.is_inference()):  # such tensors may not be written outside of it
         target.copy_(elements)
-    if _has_smaller_range(target.dtype, elements.dtype) and _has_overflow(elements, target.dtype):
+    if _overflows(elements, target.dtype):
         raise DistCheckpointError(f"tensor {key!r} was saved as {elements.dtype}, with numbers beyond {target.dtype}")
 
 
-def _has_smaller_range(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Return whether a finite value of ``other`` may overflow ``dtype``."""
-    if dtype is other or dtype.is_complex or not dtype.is_floating_point or not other.is_floating_point:
+def _overflows(elements: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a finite element becomes infinite or is clamped in another floating-point dtype."""
+    if elements.dtype is dtype or not dtype.is_floating_point or not elements.is_floating_point():
         return False
-    return torch.finfo(dtype).max < torch.finfo(other).max
-
-
-def _has_overflow(elements: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a finite element becomes infinite or is clamped."""
     limits = torch.finfo(dtype)
+    if limits.max >= torch.finfo(elements.dtype).max:
+        return False
     if elements.itemsize == 1:  # of which torch compares nothing
         elements = elements.float()
     back = elements.to(dtype).to(elements.dtype)

@@ -2,404 +2,273 @@
 
     state --collect--> tree and tensors --report--> rank 0 plans --> each rank writes its files --> rank 0 commits
 
-Until rank 0 commits, nothing that a reader sees has changed; see [Note: commit] in `storage/base.py`.
+Until rank 0 commits, nothing that a reader sees has changed; see [Note: commit] in `commit.py`.
+
+[Note: five collectives]
+1. gather      a rank has opened the storage and collected its state: its report. Rank 0 plans, and begins the save.
+2. scatter     the rank's files, or why there is no plan. Each rank reduces its partial sums, and writes.
+3. all-gather  the rank has written, or why not.
+4. gather      what the rank has written. Rank 0 commits.
+5. scatter     done, or why not.
+
+An error of one rank travels with 1, 3 or 4, one of rank 0 with 2 or 5, so all raise the same. If a collective itself
+fails, as when a rank is lost, a rank must know whether rank 0 may still commit, which it does once all have sent 4:
+
+- In 1, rank 0 may have begun the save, and nothing is written.
+- In 2, while it writes, and in 3, this rank has not sent 4: rank 0 can't commit, and the rank removes its files.
+- In 4 and 5, rank 0 may commit as long as it lives. Once it is dead, a disk shows whether it has. In an object store
+  a manifest that was sent may still appear, so the files stay for the next save to remove.
+
+Without 3, a rank that waits for the outcome couldn't tell that rank 0 died while it was still writing, which takes most
+of a save's time, from its death in the commit. The opening has no collective of its own, since nothing is begun before
+rank 0 has all reports; therefore partial sums, whose reduction takes collectives of their meshes, are reported before
+they are reduced: a rank that can't collect its state leaves no other rank waiting for it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import uuid
-from math import prod
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ferrodist.arguments import check_int
-from ferrodist.checkpoint.consensus import Rank0Exchange, all_or_none, call_on_all
-from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
-from ferrodist.checkpoint.format.manifest import (
-    INDEX_NAME,
-    MANIFEST_NAME,
-    SINGLE_NAME,
-    FileEntry,
-    Manifest,
-    ShardEntry,
-    TensorEntry,
-    encode_manifest,
-    hash_bytes,
+from ferrodist.checkpoint.commit import check_owned, commit, make_manifest, remove_dead_saves
+from ferrodist.checkpoint.consensus import Phase, Rank0Exchange, call_on_all, is_of_group, resolve_ranks
+from ferrodist.checkpoint.format.manifest import hash_bytes
+from ferrodist.checkpoint.format.safetensors import dtype_name
+from ferrodist.checkpoint.retention import remove_old
+from ferrodist.checkpoint.save_plan import (
+    DEFAULT_FILE_BYTES,
+    BoxReport,
+    FilePlan,
+    SavePlan,
+    Span,
+    StateReport,
+    TensorReport,
+    plan_save,
 )
-from ferrodist.checkpoint.format.tree import Encoder
-from ferrodist.checkpoint.retention import (
-    check_owned,
-    next_commit_time_ns,
-    read_manifest,
-    remove_dead_saves,
-    stale_files,
-)
-from ferrodist.checkpoint.save_plan import BoxReport, FilePlan, SavePlan, Span, StateReport, TensorReport, plan_save
-from ferrodist.checkpoint.shard_metadata import ShardMetadata
-from ferrodist.checkpoint.state import collect_state, reduce_partials
-from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES
-from ferrodist.checkpoint.writer import BLOCK_BYTES, FileReport, bytes_of, hash_blocks, write_file
-from ferrodist.errors import DistCheckpointError, DistributedError
-from ferrodist.installation import installed_version
+from ferrodist.checkpoint.state import Encoder, PartialSums, collect_state
+from ferrodist.checkpoint.storage import Storage, open_storage, parent_path
+from ferrodist.checkpoint.writer import FileReport, bytes_of, hash_blocks, write_file
+from ferrodist.deadline import Deadline, resolve_timeout
+from ferrodist.errors import DistributedError
+from ferrodist.tensor.local_shards import local_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    import os
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
     from ferrodist.backends.base import Backend
-    from ferrodist.checkpoint.storage.base import Storage
-    from ferrodist.deadline import Deadline
+    from ferrodist.checkpoint.shard_metadata import ShardMetadata
 
 _logger = logging.getLogger(__name__)
 
 
-def commit(storage: Storage, manifest: Manifest, deadline: Deadline, *, single_name: str | None = None) -> None:
-    """Publish a save whose files are all written; see [Note: commit] in `storage/base.py`.
+def save_distributed(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    group: Backend | None = None,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+    check_replicas: bool = True,
+    shards: ShardMetadata | None = None,
+    keep_last: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+) -> None:
+    """Save a checkpoint; every rank of the group calls this.
 
-    On an error the published files are removed again, unless the folder's manifest may be this save's. Errors after the
-    manifest is in place are only logged. ``single_name`` is the final name of a single file of tensors, if the storage
-    can rename it.
+    When it returns, the checkpoint is on the disk. When it raises, or the ranks are killed at any moment, the
+    checkpoint that was at ``path`` before is unchanged.
+
+    Args:
+        state: Nested dicts, lists and tuples of tensors (plain or `DTensor`), modules (also in `FSDP` or `DDP`),
+            `OptimizerState`, objects with ``state_dict()``, numbers, strings and bytes. Dicts may have different keys
+            on different ranks; a value that several ranks have must be equal on all of them, except within `PerRank`.
+        path: A folder that all ranks see, or an fsspec URL; it is created.
+        group: All ranks that hold a shard of the state; None is the default group, or this process alone without one.
+        max_file_bytes: The size from which a rank's data is split into several files.
+        check_replicas: Compare the replicas of a tensor by hash, at 10 to 20 GB/s.
+        shards: The sharding of plain tensors that the program has sharded itself.
+        keep_last: The number of checkpoints to keep beside this one and including it; older ones in the same parent
+            folder are removed after the save. Damaged checkpoints neither count nor are removed. None keeps all.
+        storage_options: Options of fsspec's file system, if the path is a URL.
+        timeout: Seconds within which all ranks must be done; None takes FERRODIST_TIMEOUT's, or
+            `DEFAULT_COLLECTIVE_TIMEOUT`.
 
     Raises:
-        OSError: The storage failed, or a file has another size than was written. Readers see the previous checkpoint,
-            except when the disk refused to sync the new manifest: then they see this one, complete.
+        DistCheckpointError: On all ranks: their states don't fit together, or writing failed.
+        TypeError, ValueError: On the rank whose state or arguments are wrong; DistCheckpointError on the others.
+        DistributedError: A rank was lost or is late. If that was rank 0 at the very end, the checkpoint may be
+            complete; otherwise the previous one is unchanged.
     """
-    with storage.exclusive(deadline):
-        names = [file.name for file in manifest.files]
-        index = make_index(manifest)
-        try:
-            stale = _publish(storage, manifest, names, index)
-        except BaseException:
-            try:
-                _unpublish(storage, manifest.save_id, names)
-            except (OSError, DistCheckpointError) as second:
-                _logger.warning("the published files of a failed save to %s can't be removed: %s", storage.url, second)
-            raise
-        if single_name is not None and len(names) == 1:
-            try:
-                stale, index = _rename_single(storage, manifest, single_name, stale), None
-            except OSError as error:  # some file systems have no links
-                _logger.warning("%s at %s is not called %s: %s", names[0], storage.url, single_name, error)
-        try:
-            _clean_up(storage, manifest, stale, index)
-        except (OSError, DistCheckpointError) as error:  # a load has all it needs, and the next save cleans up again
-            _logger.warning("the checkpoint at %s is saved, but its folder is not tidy: %s", storage.url, error)
+    ranks, deadline = resolve_ranks(group), Deadline(resolve_timeout(timeout))
+    options = SaveOptions(max_file_bytes, check_replicas, shards, keep_last, storage_options)
+    save = Save(path, ranks, options)
+    save.prepare(state, "open a checkpoint", deadline)
+    save.write_and_commit(ranks, deadline)
+    if keep_last is not None and ranks.rank == 0:
+        remove_old(save.storage.url, keep_last, storage_options)
 
 
-def _publish(storage: Storage, manifest: Manifest, names: Sequence[str], index: bytes | None) -> set[str]:
-    """Move everything into place, the manifest last, and return the names of files that were there before."""
-    if index is not None and storage.is_staged:  # a full disk shows before the commit
-        writer = storage.create(manifest.save_id, INDEX_NAME, len(index))
-        try:
-            writer.write(memoryview(index))
-            writer.close()
-        except BaseException:
-            writer.discard()
-            raise
-    storage.publish(manifest.save_id, names)
-    for file in manifest.files:
-        found = storage.size_bytes(file.name)
-        if found != file.size_bytes:
-            raise OSError(f"{file.name} has {found} bytes where {file.size_bytes} were written")
-    stale = stale_files(storage) - set(names)
-    manifest.created_ns = next_commit_time_ns(storage)
-    data = encode_manifest(manifest)
-    if len(data) > MAX_SMALL_FILE_BYTES:
-        raise OSError(
-            errno.EFBIG, f"The manifest has {len(data)} bytes, and may have {MAX_SMALL_FILE_BYTES}", storage.url
-        )
-    storage.put(MANIFEST_NAME, data)
-    return stale
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """Options of a save; see `save_distributed`."""
 
-
-def _rename_single(storage: Storage, manifest: Manifest, name: str, stale: set[str]) -> set[str]:
-    """Rename the only file of a committed save, also over one of the previous save; return the stale names."""
-    (file,) = manifest.files
-    storage.copy(file.name, name)
-    named = msgspec.structs.replace(manifest, files=[msgspec.structs.replace(file, name=name)])
-    storage.put(MANIFEST_NAME, encode_manifest(named))
-    return {*stale, file.name} - {name}
-
-
-def _unpublish(storage: Storage, save_id: str, names: Sequence[str]) -> None:
-    """Remove the published files of a save, unless it was committed after all, or that can't be known."""
-    if not storage.is_staged:
-        return  # `discard` does it, and knows whether the manifest may still appear
-    if MANIFEST_NAME in storage.list_names() and read_manifest(storage).save_id == save_id:
-        return
-    storage.remove(names)
-
-
-def _clean_up(storage: Storage, manifest: Manifest, stale: set[str], index: bytes | None) -> None:
-    """Write the index and remove leftovers; readers of manifests need neither. The first error is raised last."""
-    if not storage.is_staged and read_manifest(storage).save_id != manifest.save_id:
-        storage.discard(manifest.save_id)
-        return  # without a lock another save was committed meanwhile: files that look stale may be its files
-    with contextlib.ExitStack() as steps:  # each step runs even if another fails; in reverse order
-        steps.callback(storage.remove_leftovers)
-        steps.callback(storage.discard, manifest.save_id)
-        steps.callback(storage.remove, stale if index is not None else {*stale, INDEX_NAME})
-        if index is not None:
-            _put_index(storage, manifest.save_id, index)
-
-
-def _put_index(storage: Storage, save_id: str, index: bytes) -> None:
-    try:
-        if storage.is_staged:
-            storage.publish(save_id, [INDEX_NAME])
-        else:
-            storage.put(INDEX_NAME, index)
-    except OSError as error:
-        what = f"{INDEX_NAME} is missing, without which Hugging Face's tools find no tensors: {error.strerror}"
-        raise OSError(error.errno, what, storage.url) from error
-
-
-def make_manifest(
-    plan: SavePlan, reports: Sequence[Sequence[FileReport]], *, save_id: str, world_size: int
-) -> Manifest:
-    """Build the manifest of a save, without its commit time, from the plan and each rank's reports of written files."""
-    files: list[FileEntry] = []
-    shards: dict[str, list[ShardEntry]] = {key: [] for key in plan.tensors}
-    for plans, written in zip(plan.files, reports, strict=True):
-        for file, report in zip(plans, written, strict=True):
-            for span, start, hashes in zip(file.spans, report.starts, report.hashes, strict=True):
-                entry = ShardEntry(
-                    offsets=span.offsets,
-                    shape=span.shape,
-                    file=len(files),
-                    start=start,
-                    stop=start + _size_bytes(plan, span),
-                    hashes=hashes,
-                )
-                shards[span.key].append(entry)
-            files.append(
-                FileEntry(
-                    name=report.name,
-                    size_bytes=report.size_bytes,
-                    header_bytes=report.header_bytes,
-                    header_hash=report.header_hash,
-                )
-            )
-    tensors = {
-        key: TensorEntry(
-            shape=tensor.shape,
-            dtype=tensor.dtype,
-            placement=tensor.placement,
-            shards=sorted(shards[key], key=lambda shard: shard.offsets),
-        )
-        for key, tensor in plan.tensors.items()
-    }
-    version = installed_version()
-    return Manifest(
-        save_id=save_id,
-        created_ns=0,
-        producer="ferrodist" if version is None else f"ferrodist {version}",
-        world_size=world_size,
-        block_bytes=BLOCK_BYTES,
-        files=files,
-        tensors=tensors,
-        tree=plan.tree,
-    )
-
-
-def _size_bytes(plan: SavePlan, span: Span) -> int:
-    return prod(span.shape) * dtype_from_name(plan.tensors[span.key].dtype).itemsize
-
-
-def make_index(manifest: Manifest) -> bytes | None:
-    """Build Hugging Face's index of tensors and files; None if a tensor is sharded, or the only file needs no index."""
-    if [file.name for file in manifest.files] == [SINGLE_NAME]:
-        return None
-    file_of_key = {}
-    for key, tensor in manifest.tensors.items():
-        if len(tensor.shards) != 1:
-            return None
-        file_of_key[key] = manifest.files[tensor.shards[0].file].name
-    if not file_of_key:
-        return None
-    total = sum(shard.stop - shard.start for tensor in manifest.tensors.values() for shard in tensor.shards)
-    return msgspec.json.format(msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": file_of_key}))
-
-
-DEFAULT_FILE_BYTES = 5 * 10**9
-"""The file size limit of Hugging Face's tools."""
-
-
-def open_and_collect(
-    action: str, open_checked: Callable[[], Storage], state: Any, path: str, *, group: Backend, deadline: Deadline
-) -> tuple[Storage, Any]:
-    """Open the storage and collect the state, on all ranks or on none; afterwards all ranks reduce partial sums."""
-    with all_or_none(action, path, group, deadline) as phase:
-        storage = open_checked()
-        phase.action, phase.path = "prepare a checkpoint", storage.url
-        collected = collect_state(state)
-    return storage, collected
+    max_file_bytes: int
+    check_replicas: bool
+    shards: ShardMetadata | None
+    keep_last: int | None
+    storage_options: Mapping[str, Any] | None
 
 
 class Save:
-    """One save of a group: its ranks agree on a plan in the constructor, `run` writes and commits it."""
+    """One save of a group: all ranks call `prepare`, then `write_and_commit`."""
 
-    def __init__(
-        self,
-        collected: Any,
-        storage: Storage,
-        group: Backend,
-        *,
-        max_file_bytes: int,
-        check_replicas: bool,
-        shards: ShardMetadata | None,
-        deadline: Deadline,
-    ) -> None:
-        self._storage = storage
+    storage: Storage
+    """Opened by `prepare`."""
+
+    def __init__(self, path: str | os.PathLike[str], group: Backend, options: SaveOptions) -> None:
+        self._path = path
         self._group = group
-        self._deadline = deadline
-        self.save_id = ""
+        self._options = options
+        self._save_id = ""
         self._plan: SavePlan | None = None
         """The plan of all ranks; on rank 0 only."""
-        self.files: list[FilePlan] = []
+        self._files: list[FilePlan] = []
         self._tensors: dict[str, TensorReport] = {}
         self._views: dict[Span, torch.Tensor] = {}
+        """This rank's memory of each box of the state."""
+        self._partials = PartialSums()
 
-        def report() -> bytes:
-            check_int("max_file_bytes", max_file_bytes, min=1)
-            encoder = Encoder(group.rank)
-            tree = encoder.encode(reduce_partials(collected))
-            metadata = shards or ShardMetadata(num_ranks=group.world_size)
-            metadata.check(group.world_size)
-            own, self._views = _report(tree, encoder, metadata, check_replicas=check_replicas)
-            self._tensors = own.tensors
-            return msgspec.msgpack.encode(own)
+    def prepare(self, state: Any, action: str, deadline: Deadline, *, earlier_error: Exception | None = None) -> None:
+        """Open the storage and agree on a plan: collectives 1 and 2 of [Note: five collectives].
 
-        exchange = Rank0Exchange(storage.url, group, deadline)
+        ``action`` names the opening, for messages. ``earlier_error``, if a rank has one, is raised on all.
+        """
+        phase, exchange = Phase(action, str(self._path)), Rank0Exchange(self._group, deadline)
+        report = partial(self._open_and_report, state, phase, earlier_error)
         try:
-            own_files = exchange.run(
-                "prepare a checkpoint",
-                report,
-                "plan a checkpoint",
-                lambda reports: self._make_plan(reports, max_file_bytes),
-            )
+            own_files = exchange.run(phase, report, "plan a checkpoint", self._make_plan)
         except BaseException as error:
             if exchange.may_be_answered:
                 self.discard(error)
             raise
-        self.save_id, self.files = msgspec.msgpack.decode(own_files, type=tuple[str, list[FilePlan]])
+        self._save_id, self._files = msgspec.msgpack.decode(own_files, type=tuple[str, list[FilePlan]])
 
-    def _make_plan(self, encoded: Sequence[bytes], max_file_bytes: int) -> list[bytes]:
+    def _open_and_report(self, state: Any, phase: Phase, earlier_error: Exception | None) -> bytes:
+        """Open the storage, and return this rank's encoded `StateReport`."""
+        if earlier_error is not None:
+            raise earlier_error
+        options = self._options
+        if options.keep_last is not None:
+            check_int("keep_last", options.keep_last, min=1)
+        self.storage = open_storage(self._path, options.storage_options)
+        if options.keep_last is not None:
+            parent_path(self.storage.url)  # ValueError without one
+        phase.go_on("prepare a checkpoint", self.storage.url)
+        collected = collect_state(state, self._partials)
+        check_int("max_file_bytes", options.max_file_bytes, min=1)
+        encoder = Encoder(self._group.rank)
+        tree = encoder.encode(collected)
+        if options.shards:
+            options.shards.check(self._group.world_size)
+        self._tensors = {key: self._report_tensor(key, tensor, encoder) for key, tensor in encoder.tensors.items()}
+        return msgspec.msgpack.encode(StateReport(tree, self._tensors))
+
+    def _report_tensor(self, key: str, tensor: torch.Tensor, encoder: Encoder) -> TensorReport:
+        """Describe this rank's shard of a tensor, and keep views of its boxes."""
+        shards = self._options.shards
+        shard = shards.part(key, tensor, encoder.rank) if shards else local_shard(tensor)
+        is_compared = self._options.check_replicas and shard.is_replicated and key not in encoder.own
+        boxes = []
+        for box, view in [] if key in encoder.unsaved else shard.boxes:
+            self._views[Span(key, box.offsets, box.shape)] = view
+            digest = hash_bytes("".join(hash_blocks(bytes_of(view.cpu()))).encode()) if is_compared else None
+            boxes.append(BoxReport(box.offsets, box.shape, digest, self._partials.addend(tensor)))
+        return TensorReport(tuple(shard.shape), dtype_name(shard.dtype), shard.placement, boxes, encoder.paths[key])
+
+    def _make_plan(self, encoded: Sequence[bytes]) -> list[bytes]:
         """Plan for all ranks, on rank 0; return each rank's encoded files."""
         reports = [msgspec.msgpack.decode(each, type=StateReport) for each in encoded]
         save_id = uuid.uuid4().hex[:12]
-        check_owned(self._storage)
-        self._plan = plan_save(reports, prefix=f"model-{save_id}", max_file_bytes=max_file_bytes)
-        self.save_id = save_id  # from here on there is something to discard
-        self._storage.begin(save_id)
-        return [msgspec.msgpack.encode((self.save_id, files)) for files in self._plan.files]
+        check_owned(self.storage)
+        self._plan = plan_save(reports, prefix=f"model-{save_id}", max_file_bytes=self._options.max_file_bytes)
+        self._save_id = save_id  # from here on there is something to discard
+        self.storage.begin(save_id)
+        return [msgspec.msgpack.encode((save_id, files)) for files in self._plan.files]
 
-    def write(self, get_data: Callable[[Span], torch.Tensor] | None = None) -> list[FileReport]:
-        """Write this rank's files, without communication; spans come from ``get_data``, or the state."""
-        elements = get_data or self.elements
-        return [write_file(self._storage, self.save_id, plan, self._tensors, elements) for plan in self.files]
-
-    @property
-    def url(self) -> str:
-        """The checkpoint's URL."""
-        return self._storage.url
-
-    def own_views(self) -> dict[Span, torch.Tensor]:
-        """The state's memory that this rank writes."""
-        return {span: self._views[span] for plan in self.files for span in plan.spans}
-
-    def release_state(self) -> None:
-        """Drop the references to the state; `write` is then called with ``get_data``."""
-        self._views = {}
-
-    def elements(self, span: Span) -> torch.Tensor:
-        """The state's elements of a span, on the CPU."""
-        return self._views[span].cpu()
-
-    def run(
-        self,
-        get_data: Callable[[Span], torch.Tensor] | None = None,
-        group: Backend | None = None,
-        deadline: Deadline | None = None,
+    def write_and_commit(
+        self, group: Backend, deadline: Deadline, find: Callable[[Span], torch.Tensor] | None = None
     ) -> None:
-        """Write this rank's files and commit with the other ranks."""
-        self._deadline = deadline or self._deadline
-        group = group or self._group
-        exchange = Rank0Exchange(self._storage.url, group, self._deadline)
+        """Write this rank's files and commit with the other ranks: collectives 3 to 5, over ``group``.
+
+        ``find`` returns the elements of a span; None takes them from the state.
+        """
+        url, exchange = self.storage.url, Rank0Exchange(group, deadline)
         try:
-            # A step of its own: a rank that sees it fail knows that rank 0 can't commit, and removes its files.
-            reports = call_on_all(
-                lambda: msgspec.msgpack.encode(self.write(get_data)),
-                "write a checkpoint",
-                self._storage.url,
-                group,
-                self._deadline,
-            )
-            exchange.run("commit a checkpoint", lambda: reports, "commit a checkpoint", self._commit)
+            # A step of its own; see [Note: five collectives].
+            reports = call_on_all(partial(self._write, find), "write a checkpoint", url, group, deadline)
+            phase = Phase("commit a checkpoint", url)
+            exchange.run(phase, lambda: reports, phase.action, partial(self._commit, deadline))
         except BaseException as error:
             # Once rank 0 may have all reports it may commit at any moment, whatever becomes of the group: as long as it
             # lives the files are not for other ranks to remove.
             if self._group.rank == 0 or not exchange.may_be_answered:
                 self.discard(error)
-            elif isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError):
+            elif isinstance(error, DistributedError) and is_of_group(error):
                 self._remove_dead(error)
             raise
+
+    def _write(self, find: Callable[[Span], torch.Tensor] | None) -> bytes:
+        """Write this rank's files, and return their encoded reports."""
+        views = {} if find else self.take_views()
+        elements = find or (lambda span: views[span].cpu())
+        files = [write_file(self.storage, self._save_id, plan, self._tensors, elements) for plan in self._files]
+        return msgspec.msgpack.encode(files)
+
+    def take_views(self) -> dict[Span, torch.Tensor]:
+        """Hand over the state's memory that this rank writes, with partial sums reduced; all ranks call this."""
+        self._partials.reduce()
+        views, self._views = self._views, {}
+        return {span: views[span] for plan in self._files for span in plan.spans}
+
+    def _commit(self, deadline: Deadline, encoded: Sequence[bytes]) -> list[bytes]:
+        """Commit what all ranks have written, on rank 0."""
+        assert self._plan is not None, "rank 0 has the plan"
+        reports = [msgspec.msgpack.decode(each, type=list[FileReport]) for each in encoded]
+        manifest = make_manifest(self._plan, reports, save_id=self._save_id, world_size=len(reports))
+        commit(self.storage, manifest, deadline)
+        return [b""] * len(reports)
 
     def discard(self, error: BaseException) -> None:
         """Remove the files written so far, because of ``error``."""
         # After a failure of the group every rank does this, since rank 0 may be the one that died.
-        if self.save_id and (self._group.rank == 0 or isinstance(error, DistributedError)):
+        if self._save_id and (self._group.rank == 0 or isinstance(error, DistributedError)):
             try:
-                if not (self._storage.is_staged or self._group.rank == 0):
+                if not (self.storage.is_staged or self._group.rank == 0):
                     # They are in the folder already, and rank 0 doesn't know of them.
-                    self._storage.remove([plan.name for plan in self.files])
-                self._storage.discard(self.save_id)
+                    self.storage.remove([plan.name for plan in self._files])
+                self.storage.discard(self._save_id)
             except OSError as second:
-                _logger.warning("the files of a failed save to %s can't be removed: %s", self._storage.url, second)
-        is_lost = isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError)
-        if is_lost and self._group.rank != 0:
-            remove_dead_saves(self._storage, self.save_id)  # rank 0 may have begun it before it died
+                _logger.warning("the files of a failed save to %s can't be removed: %s", self.storage.url, second)
+        if is_of_group(error) and self._group.rank != 0:
+            remove_dead_saves(self.storage, self._save_id)  # rank 0 may have begun it before it died
 
     def _remove_dead(self, error: DistributedError) -> None:
         """Remove the files that a dead rank 0 can't remove, or raise the error with a note where they are."""
-        if remove_dead_saves(self._storage, self.save_id):
+        if remove_dead_saves(self.storage, self._save_id):
             return
         extended = error.fresh()
         extended.message = (
-            f"{error.message.rstrip('.')}. What was written of the checkpoint may be left at {self._storage.url}, under"
-            f" names with {self.save_id}, if it was not committed; the next save to that path removes it."
+            f"{error.message.rstrip('.')}. What was written of the checkpoint may be left at {self.storage.url}, under"
+            f" names with {self._save_id}, if it was not committed; the next save to that path removes it."
         )
         extended.args = (extended.message,)
         raise extended from error.__cause__
-
-    def _commit(self, encoded: Sequence[bytes]) -> list[bytes]:
-        """Commit on rank 0, after all files are written; the answers are empty."""
-        assert self._plan is not None, "rank 0 has the plan"
-        reports = [msgspec.msgpack.decode(each, type=list[FileReport]) for each in encoded]
-        manifest = make_manifest(self._plan, reports, save_id=self.save_id, world_size=self._group.world_size)
-        commit(self._storage, manifest, self._deadline)
-        return [b""] * self._group.world_size
-
-
-def _report(
-    tree: Any, encoder: Encoder, shards: ShardMetadata, *, check_replicas: bool
-) -> tuple[StateReport, dict[Span, torch.Tensor]]:
-    """Return this rank's report, and its memory of each box."""
-    tensors: dict[str, TensorReport] = {}
-    views: dict[Span, torch.Tensor] = {}
-    for key, tensor in encoder.tensors.items():
-        part = shards.part(key, tensor, encoder.rank)
-        is_compared = check_replicas and part.is_replicated and key not in encoder.own
-        boxes = []
-        for box, view in [] if key in encoder.unsaved else part.boxes:
-            views[Span(key, box.offsets, box.shape)] = view
-            digest = hash_bytes("".join(hash_blocks(bytes_of(view.cpu()))).encode()) if is_compared else None
-            boxes.append(BoxReport(box.offsets, box.shape, digest))
-        shape, dtype = tuple(part.shape), dtype_name(part.dtype)
-        tensors[key] = TensorReport(shape, dtype, part.placement, boxes, encoder.paths[key])
-    return StateReport(tree, tensors), views

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ferrodist.checkpoint.format.coverage import covers_once
-from ferrodist.checkpoint.format.dtypes import dtype_from_name
-from ferrodist.checkpoint.format.manifest import MAX_HEADER_BYTES
-from ferrodist.checkpoint.format.safetensors import max_entry_bytes
+from ferrodist.checkpoint.format.manifest import covers_once
+from ferrodist.checkpoint.format.safetensors import MAX_HEADER_BYTES, dtype_from_name, max_entry_bytes
 from ferrodist.checkpoint.format.tree import (
+    Node,
     decode_leaf,
     is_leaf_node,
     leaf_text,
@@ -26,19 +25,16 @@ from ferrodist.checkpoint.format.tree import (
 from ferrodist.errors import DistCheckpointError, ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from ferrodist.checkpoint.format.tree import Node
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
-def merge_trees(trees: Mapping[int, Node]) -> Node:
+def merge_trees(nodes: Mapping[int, Node], path: tuple[object, ...] = ()) -> Node:
     """Merge the ranks' state trees into one; dicts may have different keys, all else must be equal."""
-    return _merge(dict(trees), ())
-
-
-def _merge(nodes: dict[int, Node], path: tuple[object, ...]) -> Node:
-    first_rank, first = next(iter(nodes.items()))
-    other = _first_differing_rank(nodes)
+    # Compared as JSON: 1, 1.0 and True would be equal.
+    texts = ((rank, msgspec.json.encode(node)) for rank, node in nodes.items())
+    first_rank, first_text = next(texts)
+    first = nodes[first_rank]
+    other = next((rank for rank, text in texts if text != first_text), None)
     if other is None:
         return first
     marks = {next(iter(node)) if isinstance(node, dict) else type(node) for node in nodes.values()}
@@ -47,12 +43,11 @@ def _merge(nodes: dict[int, Node], path: tuple[object, ...]) -> Node:
         return {mark: _merge_dicts({rank: node[mark] for rank, node in nodes.items()}, path)}
     if marks <= {"dict", "pairs"}:
         return _merge_pairs(nodes, path)
-    if marks == {list} and (members := _merge_lists(nodes, path)) is not None:
-        return members
-    if marks == {"tuple"}:
-        members = _merge_lists({rank: node["tuple"] for rank, node in nodes.items()}, path)
-        if members is not None:
-            return {"tuple": members}
+    if marks == {list} and (merged := _merge_lists(nodes, path)) is not None:
+        return merged
+    tuples = {rank: node["tuple"] for rank, node in nodes.items()} if marks == {"tuple"} else None
+    if tuples is not None and (merged := _merge_lists(tuples, path)) is not None:
+        return {"tuple": merged}
     if marks == {"tensor"}:
         # Ranks with empty shards can't see that tensors are tied; ranks with elements can.
         others = {node["tensor"] for node in nodes.values()} - {tensor_key(path)}
@@ -65,18 +60,10 @@ def _merge(nodes: dict[int, Node], path: tuple[object, ...]) -> Node:
     )
 
 
-def _first_differing_rank(nodes: Mapping[int, Node]) -> int | None:
-    """Return the first rank whose node differs from the first rank's."""
-    # Compared as JSON: 1, 1.0 and True would be equal.
-    texts = ((rank, msgspec.json.encode(node)) for rank, node in nodes.items())
-    _, first = next(texts)
-    return next((rank for rank, text in texts if text != first), None)
-
-
 def _merge_dicts(by_rank: Mapping[int, Mapping[Any, Node]], path: tuple[object, ...]) -> dict[Any, Node]:
     keys = dict.fromkeys(key for members in by_rank.values() for key in members)
     return {
-        key: _merge({rank: members[key] for rank, members in by_rank.items() if key in members}, (*path, key))
+        key: merge_trees({rank: members[key] for rank, members in by_rank.items() if key in members}, (*path, key))
         for key in keys
     }
 
@@ -96,8 +83,8 @@ def _merge_lists(nodes: Mapping[int, list[Node]], path: tuple[object, ...]) -> l
     if len(lengths) > 1:
         return None
     return [
-        _merge({rank: node[state_path] for rank, node in nodes.items()}, (*path, state_path))
-        for state_path in range(lengths.pop())
+        merge_trees({rank: node[index] for rank, node in nodes.items()}, (*path, index))
+        for index in range(lengths.pop())
     ]
 
 
@@ -106,15 +93,21 @@ def _abbreviate(node: Node) -> str:
     return text if len(text) < 100 else f"{text[:100]}..."
 
 
+DEFAULT_FILE_BYTES = 5 * 10**9
+"""The file size limit of Hugging Face's tools."""
+
 _SHARD_NAME = re.compile(r"(.*)\[\d+:\d+(?:, \d+:\d+)*\]", re.DOTALL)
 
 
 class BoxReport(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a tensor on one rank; ``digest`` hashes its elements if other ranks may have a replica."""
+    """A box of a tensor on one rank."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     digest: str | None = None
+    """A hash of the elements, if other ranks may have a replica."""
+    addend: tuple[int, ...] = ()
+    """Identifies this rank's addend of a partial sum; replicas are compared addend by addend."""
 
 
 class TensorReport(msgspec.Struct, array_like=True):
@@ -171,24 +164,19 @@ def plan_save(reports: Sequence[StateReport], *, prefix: str, max_file_bytes: in
             continue
         tensors[key] = _check_same_tensor(key, by_rank)
         owners[key] = _find_owners(key, by_rank)
-        _check_coverage(key, tensors[key], owners[key])
+        _check_coverage(key, tensors[key].shape, owners[key])
     _check_names(owners)
     sizes = {key: dtype_from_name(tensor.dtype).itemsize for key, tensor in tensors.items()}
     assigned = _assign_owners((item for spans in owners.values() for item in spans.items()), sizes, len(reports))
     # Larger elements first, so that all are aligned to their size.
-    order = {key: state_path for state_path, key in enumerate(tensors)}
+    order = {key: (-sizes[key], index) for index, key in enumerate(tensors)}
     binned = [
-        _split_into_files(
-            sorted(spans, key=lambda span: (-sizes[span.key], order[span.key], span.offsets)), sizes, max_file_bytes
-        )
+        _split_into_files(sorted(spans, key=lambda span: (order[span.key], span.offsets)), sizes, max_file_bytes)
         for spans in assigned
     ]
     total = sum(map(len, binned))
-    file_numbers = iter(range(1, total + 1))
-    files = [
-        [FilePlan(f"{prefix}-{next(file_numbers):05d}-of-{total:05d}.safetensors", spans) for spans in each]
-        for each in binned
-    ]
+    names = (f"{prefix}-{index:05d}-of-{total:05d}.safetensors" for index in range(1, total + 1))
+    files = [[FilePlan(next(names), spans) for spans in each] for each in binned]
     return SavePlan(tree, tensors, files)
 
 
@@ -225,30 +213,33 @@ def _check_same_tensor(key: str, by_rank: Mapping[int, TensorReport]) -> TensorR
 def _find_owners(key: str, by_rank: Mapping[int, TensorReport]) -> dict[Span, list[int]]:
     """Return the distinct boxes of a tensor, each with the ranks that have it."""
     owners: dict[Span, list[int]] = {}
-    digests: dict[Span, str] = {}
+    digests: dict[tuple[Span, tuple[int, ...]], tuple[int, str]] = {}
+    """By box and addend: the first rank, and what it has."""
     for rank, tensor in by_rank.items():
         for box in tensor.boxes:
             span = Span(key, box.offsets, box.shape)
             owners.setdefault(span, []).append(rank)
-            if box.digest is not None and digests.setdefault(span, box.digest) != box.digest:
+            if box.digest is None:
+                continue
+            first_rank, digest = digests.setdefault((span, box.addend), (rank, box.digest))
+            if digest != box.digest:
                 raise DistCheckpointError(
-                    f"tensor {key!r} should be the same on ranks {owners[span][0]} and {rank}, but its elements"
+                    f"tensor {key!r} should be the same on ranks {first_rank} and {rank}, but its elements"
                     " differ: broadcast it, save PerRank(tensor) where ranks have their own, or pass"
                     " check_replicas=False to save that of any rank",
-                    ranks=(owners[span][0], rank),
+                    ranks=(first_rank, rank),
                 )
     return owners
 
 
-def _check_coverage(key: str, tensor: TensorReport, owners: Mapping[Span, list[int]]) -> None:
-    if covers_once(((span.offsets, span.shape) for span in owners), tensor.shape):
-        return
-    found = sum(prod(span.shape) for span in owners)
-    raise DistCheckpointError(
-        f"the shards of tensor {key!r} on all ranks don't have each of its elements once: they have {found} elements,"
-        f" and the tensor of shape {tensor.shape} has {prod(tensor.shape)}. Shards are missing or overlap, or ranks"
-        " shard it differently or name it differently"
-    )
+def _check_coverage(key: str, shape: tuple[int, ...], spans: Collection[Span]) -> None:
+    if not covers_once(((span.offsets, span.shape) for span in spans), shape):
+        found = sum(prod(span.shape) for span in spans)
+        raise DistCheckpointError(
+            f"the shards of tensor {key!r} on all ranks don't have each of its elements once: they have {found}"
+            f" elements, and the tensor of shape {shape} has {prod(shape)}. Shards are missing or overlap, or ranks"
+            " shard it differently or name it differently"
+        )
 
 
 def _check_names(owners: Mapping[str, Mapping[Span, Sequence[int]]]) -> None:

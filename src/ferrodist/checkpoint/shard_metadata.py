@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.arguments import check_int
-from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.reader import read_manifest
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
 from ferrodist.tensor.dtensor import DTensor

@@ -1,4 +1,4 @@
-"""The state of modules, optimizers, random generators and other objects with ``state_dict()``.
+"""The state of a save, in two steps: objects become their ``state_dict()``, then all becomes a tree and tensors by key.
 
 In a state, an object stands for its ``state_dict()``. A module's tensors are its own, not copies. Wrappers of a module
 (DDP, FSDP, ``torch.compile``) use the names of the wrapped module, so that a checkpoint fits all of them.
@@ -6,26 +6,34 @@ In a state, an object stands for its ``state_dict()``. A module's tensors are it
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.autograd.graph import increment_version
 
-from ferrodist.checkpoint.format.tree import PerRank, SavedElsewhere, check_depth, path_text
-from ferrodist.errors import DistCheckpointError
+from ferrodist.checkpoint.format.safetensors import dtype_name
+from ferrodist.checkpoint.format.tree import (
+    Node,
+    PerRank,
+    check_collisions,
+    check_depth,
+    encode_key,
+    encode_plain,
+    path_text,
+    tensor_key,
+)
 from ferrodist.tensor.dtensor import DTensor
-from ferrodist.tensor.local_shards import annotate_flat_shard, flat_shard_of
+from ferrodist.tensor.local_shards import flat_shard_of
 from ferrodist.tensor.placement import Partial
 from ferrodist.tensor.redistribute import redistribute_local
 from ferrodist.torch_private.modules import compiled_module
-from ferrodist.wording import counted
+from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from ferrodist.tensor.spec import DTensorSpec
 
 
 @runtime_checkable
@@ -39,170 +47,33 @@ class Stateful(Protocol):
         """Load the state."""
 
 
-_SCALAR_STATE = frozenset({"step", "mu_product", "eta", "mu"})
-"""State of torch's optimizers (Adam, NAdam, ASGD and others) that is a scalar tensor whatever the parameter's shape."""
+class SavedElsewhere:
+    """Marks a replica of a tensor that another rank saves."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
 
 
-class OptimizerState:
-    """An optimizer's state by parameter names, so that it fits the same parameters with another sharding.
+def collect_state(value: Any, partials: PartialSums, path: tuple[object, ...] = ()) -> Any:
+    """Replace the objects in a state by their states, and partial DTensors by copies.
 
-    Args:
-        model: The module whose parameters the optimizer updates.
-        optimizer: The optimizer.
+    TypeError for a bare optimizer, ValueError if too deep.
     """
-
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"OptimizerState takes a module and its optimizer, not {type(model).__name__} and"
-                f" {type(optimizer).__name__}"
-            )
-        self._model = model
-        self._optimizer = optimizer
-
-    def _parameter_names(self) -> dict[torch.Tensor, str]:
-        """The names of the optimizer's parameters, in the order of its groups."""
-        first_names = getattr(self._model, "first_names", {})  # of what other ranks have by other names
-        known = {
-            parameter: first_names.get(name, name) for name, parameter in inner_module(self._model).named_parameters()
-        }
-        names = {}
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in known:
-                    raise ValueError(
-                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model has not: make"
-                        " it with the model's parameters()"
-                    )
-                names[parameter] = known[parameter]
-        return names
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state: ``state`` by names, with the optimizer's own tensors, and ``param_groups`` of names.
-
-        Raises:
-            ValueError: The optimizer has a parameter that the model lacks, or state that is not a parameter's.
-        """
-        names = self._parameter_names()
-        others = [key for key in self._optimizer.state if key not in names]
-        if others:
-            raise ValueError(
-                f"the optimizer has state of {str(others[0])[:50]!r}, which is none of its parameters: checkpoints"
-                " carry the state of parameters only"
-            )
-        state = {}
-        for parameter, name in names.items():
-            entries = self._optimizer.state.get(parameter)
-            if entries:
-                for value in entries.values():
-                    _annotate_like(value, parameter)
-                state[name] = dict(entries)
-        # Dict keys of all ranks are merged; a list would have to be the same on all.
-        collect = dict.fromkeys if self._is_partial else list
-        groups = [
-            {**group, "params": collect([names[parameter] for parameter in group["params"]])}
-            for group in self._optimizer.param_groups
-        ]
-        return {"state": state, "param_groups": groups}
-
-    def targets(self, shapes: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]) -> dict[str, Any]:
-        """Allocate the tensors that saved ones are loaded into, also before the optimizer's first step."""
-        names = self._parameter_names()
-        wholes = {name: full_shape(parameter) for parameter, name in names.items()}
-        # For scalar parameters, shapes don't tell per-element state from scalars; other parameters' state does.
-        kinds = {
-            key: shape == wholes[name]
-            for name, entries in shapes.items()
-            for key, (shape, _) in entries.items()
-            if wholes.get(name)
-        }
-        return {
-            name: {
-                key: empty_shard_like(parameter, dtype)
-                if shape == wholes[name] and (shape or kinds.get(key, key not in _SCALAR_STATE))
-                else torch.empty(shape, dtype=dtype, device="cpu")
-                for key, (shape, dtype) in shapes.get(name, {}).items()
-            }
-            for parameter, name in names.items()
-        }
-
-    @property
-    def _is_partial(self) -> bool:
-        """True if other ranks have other parameters of the model, according to a wrapper's ``is_partial``."""
-        return any(getattr(each, "is_partial", False) for each in _unwrap(self._model))
-
-    def _groups(self) -> list[list[str]]:
-        names = self._parameter_names()
-        return [[names[parameter] for parameter in group["params"]] for group in self._optimizer.param_groups]
-
-    def check_groups(self, saved: Sequence[Sequence[Any]], where: str) -> None:
-        """Check that the saved parameter groups are the optimizer's, or contain them if it has a part of the model."""
-        own = self._groups()
-        if len(own) == len(saved) and all(
-            set(current) == set(saved_group) or (self._is_partial and set(current) <= set(saved_group))
-            for current, saved_group in zip(own, saved, strict=True)
-        ):
-            return
-        wanted, found = ({name for group in groups for name in group} for groups in (own, saved))
-        other = sorted(map(str, wanted ^ found))
-        which = f": {other[0]!r} is only in one of them" if other else ""
-        raise DistCheckpointError(
-            f"{where} has {counted(len(wanted), 'parameter')} in {counted(len(own), 'group')}, and was saved with"
-            f" {len(found)} in {len(saved)}, which are not the same{which}. Make the optimizer with the groups that"
-            " it was saved with, or leave it out of what is loaded"
-        )
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state.
-
-        Raises:
-            DistCheckpointError: The state has other parameters. Nothing was loaded.
-        """
-        own = self._groups()
-        self.check_groups([list(group["params"]) for group in state_dict["param_groups"]], "the optimizer")
-        indices = {name: index for index, name in enumerate(name for group in own for name in group)}
-        groups = [
-            {**group, "params": [indices[name] for name in names_of_group]}
-            for group, names_of_group in zip(state_dict["param_groups"], own, strict=True)
-        ]
-        state = {indices[name]: dict(entries) for name, entries in state_dict["state"].items() if name in indices}
-        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-        # torch casts floating-point state to the parameter's dtype; the saved dtype counts.
-        for parameter, name in self._parameter_names().items():
-            taken = self._optimizer.state.get(parameter)
-            if taken and name in state_dict["state"]:
-                taken.update(_with_dtypes(dict(taken), dict(state_dict["state"][name])))
-
-
-def collect_state(value: Any, path: tuple[object, ...] = ()) -> Any:
-    """Replace the objects in a state by their states; TypeError for a bare optimizer, ValueError if too deep."""
     check_depth(path)
     if isinstance(value, torch.optim.Optimizer):
         refuse_optimizer(path)
     if isinstance(value, PerRank):
-        return PerRank(collect_state(value.value, (*path, "own")), resize=value.resize)
+        return PerRank(collect_state(value.value, partials, (*path, "own")), resize=value.resize)
     if isinstance(value, torch.nn.Module):
         value = _module_state_to_save(value)
     elif isinstance(value, Stateful) and not isinstance(value, type):
-        return collect_state(value.state_dict(), (*path, "state_dict()"))
-    return map_members(value, lambda key, each: collect_state(each, (*path, key)))
-
-
-def reduce_partials(collected: Any) -> Any:
-    """Reduce the partial sums in a collected state; all ranks of their meshes call this."""
-    if isinstance(collected, DTensor):
-        return _reduce_partial(collected)
-    if isinstance(collected, PerRank):
-        return PerRank(reduce_partials(collected.value), resize=collected.resize)
-    return map_members(collected, lambda _, each: reduce_partials(each))
-
-
-def map_members(value: Any, function: Callable[[Any, Any], Any]) -> Any:
-    """Return a dict, list or tuple with the function's results for each key and member; other values as they are."""
+        return collect_state(value.state_dict(), partials, (*path, "state_dict()"))
+    elif isinstance(value, DTensor):
+        return partials.copy(value)
     if isinstance(value, Mapping) and not isinstance(value, Counter):
-        return {key: function(key, each) for key, each in value.items()}
+        return {key: collect_state(each, partials, (*path, key)) for key, each in value.items()}
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        members = [function(index, each) for index, each in enumerate(value)]
+        members = [collect_state(each, partials, (*path, index)) for index, each in enumerate(value)]
         return members if isinstance(value, list) else tuple(members)
     return value
 
@@ -215,12 +86,29 @@ def refuse_optimizer(path: Sequence[object]) -> NoReturn:
     )
 
 
+def module_state(module: torch.nn.Module) -> dict[str, Any]:
+    """Return a module's state dict, with its own tensors."""
+    return dict(inner_module(module).state_dict(keep_vars=True))
+
+
+def _module_state_to_save(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the same, with buffers marked if a wrapper says that another rank saves them."""
+    state = module_state(module)
+    if all(getattr(each, "saves_buffers", True) for each in unwrap_modules(module)):
+        return state
+    buffers = set(inner_module(module).buffers())
+    return {
+        key: SavedElsewhere(value) if isinstance(value, torch.Tensor) and value in buffers else value
+        for key, value in state.items()
+    }
+
+
 def inner_module(module: torch.nn.Module) -> torch.nn.Module:
     """Return the innermost module, whose names count; wrappers return theirs from ``checkpoint_module()``."""
-    return list(_unwrap(module))[-1]
+    return list(unwrap_modules(module))[-1]
 
 
-def _unwrap(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def unwrap_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield a module and the modules that it wraps, from outside to inside."""
     while True:
         yield module
@@ -231,96 +119,148 @@ def _unwrap(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         module = inner
 
 
-def module_state(module: torch.nn.Module) -> dict[str, Any]:
-    """Return a module's state dict, with its own tensors."""
-    return dict(inner_module(module).state_dict(keep_vars=True))
+class PartialSums:
+    """The partial DTensors of a state, as copies that have the reduced tensors' specs, and later their elements."""
+
+    def __init__(self) -> None:
+        self._sources: dict[torch.Tensor, DTensorSpec] = {}
+        """By copy: the spec of the partial DTensor."""
+
+    def copy(self, tensor: DTensor) -> DTensor:
+        """Return a copy of a partial DTensor; DTensors without partial sums as they are."""
+        spec = tensor._spec
+        if not any(isinstance(placement, Partial) for placement in spec.placements):
+            return tensor
+        copy = DTensor._wrap(tensor._local.detach().clone(), spec.without_partial)
+        self._sources[copy] = spec
+        return copy
+
+    def addend(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """This rank's mesh coordinate along the axes along which a tensor is yet to be reduced."""
+        if (spec := self._sources.get(tensor)) is None:
+            return ()
+        return tuple(
+            index for index, one in zip(spec.coordinate, spec.placements, strict=True) if isinstance(one, Partial)
+        )
+
+    def reduce(self) -> None:
+        """Reduce all copies in place; all ranks of their meshes call this."""
+        for copy, source in self._sources.items():
+            assert isinstance(copy, DTensor)
+            copy._local.copy_(redistribute_local(copy._local, source, copy._spec))
+        self._sources.clear()
 
 
-def _module_state_to_save(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the same, with buffers marked if a wrapper says that another rank saves them."""
-    state = module_state(module)
-    if all(getattr(each, "saves_buffers", True) for each in _unwrap(module)):
-        return state
-    buffers = set(inner_module(module).buffers())
-    return {
-        key: SavedElsewhere(value) if isinstance(value, torch.Tensor) and value in buffers else value
-        for key, value in state.items()
-    }
+@dataclass
+class Encoder:
+    """Encodes a state as a node, and collects its tensors."""
+
+    rank: int
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors by key; tied tensors are here once."""
+    paths: dict[str, str] = field(default_factory=dict)
+    """The path of each tensor in the state."""
+    own: set[str] = field(default_factory=set)
+    """The keys of tensors within a `PerRank`, which only this rank has."""
+    unsaved: set[str] = field(default_factory=set)
+    """The keys of tensors that another rank saves."""
+    _keys_by_identity: dict[object, str] = field(default_factory=dict)
+    _keep_alive: list[torch.Tensor] = field(default_factory=list)
+    _in_per_rank: bool = False
+    """True while a value within a `PerRank` is encoded."""
+
+    def encode(self, value: Any, path: tuple[object, ...] = ()) -> Node:
+        """Encode a value."""
+        check_depth(path)
+        tensor = value.tensor if isinstance(value, SavedElsewhere) else value
+        if isinstance(tensor, torch.Tensor):
+            key = self._add(tensor, path)
+            if tensor is not value and not self._in_per_rank:
+                self.unsaved.add(key)
+            return {"tensor": key}
+        if isinstance(value, np.ndarray):
+            return {"array": self._add(self._tensor_from_array(value, path), path)}
+        if isinstance(value, PerRank):
+            return {"per_rank": {str(self.rank): self._encode_per_rank(value.value, path)}}
+        if isinstance(value, Mapping) and not isinstance(value, Counter):
+            return self._encode_mapping(value, path)
+        if isinstance(value, (list, tuple)):
+            members = [self.encode(each, (*path, index)) for index, each in enumerate(value)]
+            mark = "size" if isinstance(value, torch.Size) else "tuple"
+            return members if isinstance(value, list) else {mark: members}
+        return encode_plain(value, path)
+
+    def _encode_per_rank(self, value: Any, path: tuple[object, ...]) -> Node:
+        before, known, was_own = set(self.tensors), self._keys_by_identity, self._in_per_rank
+        # Tensors here aren't tied to tensors outside: other ranks have other memory under this name.
+        self._keys_by_identity, self._in_per_rank = {}, True
+        try:
+            node = self.encode(value, (*path, f"rank{self.rank}"))
+        finally:
+            self._keys_by_identity, self._in_per_rank = known, was_own
+        self.own |= set(self.tensors) - before
+        return node
+
+    def _encode_mapping(self, value: Mapping[Any, Any], path: tuple[object, ...]) -> Node:
+        keys = [encode_key(key, path) for key in value]
+        nodes = [self.encode(each, (*path, key)) for key, each in value.items()]
+        if all(isinstance(key, str) for key in keys):
+            return {"dict": dict(zip(keys, nodes, strict=True))}
+        check_collisions(value, path_text(path))
+        return {"pairs": [list(pair) for pair in zip(keys, nodes, strict=True)]}
+
+    def _tensor_from_array(self, array: np.ndarray[Any, Any], path: tuple[object, ...]) -> torch.Tensor:
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(f"{path_text(path)} is a masked array: save its data and its mask")
+        native = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(array.shape)
+        try:
+            return torch.from_numpy(native if native.flags.writeable else native.copy())
+        except TypeError as error:
+            raise TypeError(f"{path_text(path)} is an array of {array.dtype}, which checkpoints don't carry") from error
+
+    def _add(self, tensor: torch.Tensor, path: tuple[object, ...]) -> str:
+        check_tensor(tensor, path)
+        identity = tensor_identity(tensor)
+        if (known := self._keys_by_identity.get(identity)) is not None:
+            return known
+        key = tensor_key(path)
+        if key == "__metadata__":
+            raise ValueError(f"{path_text(path)} is a tensor of a name that safetensors files need: rename it")
+        if key in self.tensors:
+            raise ValueError(
+                f"two tensors would be named {key!r} in the files, that of {self.paths[key]} and that of"
+                f" {path_text(path)}: rename one"
+            )
+        self._keys_by_identity[identity] = key
+        self._keep_alive.append(tensor)  # an address identifies a tensor only during its lifetime
+        self.tensors[key], self.paths[key] = tensor, path_text(path)
+        return key
 
 
-def bump_version(tensor: torch.Tensor) -> None:
-    """Count a write to a tensor's memory that autograd has not seen."""
-    if not tensor.is_inference():
-        increment_version(tensor)
+def tensor_identity(tensor: torch.Tensor) -> object:
+    """Return a key that is equal for tensors that are the same memory."""
+    local = getattr(tensor, "_local", None)
+    plain = tensor if local is None else local
+    if plain.is_nested or not plain.numel() or plain.layout is not torch.strided or plain.device.type == "meta":
+        return id(tensor)
+    layout = plain.data_ptr(), tuple(plain.shape), plain.stride(), plain.dtype, plain.is_conj(), plain.is_neg()
+    return (*layout, getattr(tensor, "_spec", None), flat_shard_of(tensor))
 
 
-def _reduce_partial(tensor: DTensor) -> torch.Tensor:
-    if not any(isinstance(placement, Partial) for placement in tensor.placements):
-        return tensor
-    local = redistribute_local(tensor._local.detach(), tensor._spec, tensor._spec.without_partial)
-    return DTensor._wrap(local, tensor._spec.without_partial)
-
-
-def _with_dtypes(taken: Any, saved: Any) -> Any:
-    """Return an optimizer's loaded state in the dtypes in which it was saved."""
-    if isinstance(saved, torch.Tensor) and isinstance(taken, torch.Tensor):
-        return taken if taken.dtype == saved.dtype else saved.to(taken.device)
-    if isinstance(saved, dict) and isinstance(taken, dict):
-        return {key: _with_dtypes(taken.get(key), value) for key, value in saved.items()}
-    if isinstance(saved, (list, tuple)) and isinstance(taken, (list, tuple)) and len(taken) == len(saved):
-        return type(saved)(_with_dtypes(*pair) for pair in zip(taken, saved, strict=True))
-    return saved
-
-
-def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the full tensor of which a parameter is a local shard."""
-    flat_shard = flat_shard_of(parameter)
-    if flat_shard is None:
-        return tuple(parameter.shape)
-    return flat_shard.shape if flat_shard.spec is None else flat_shard.spec.shape
-
-
-def empty_shard_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a tensor with a parameter's sharding."""
-    made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    _annotate_like(made, parameter)
-    return made
-
-
-def _annotate_like(value: Any, parameter: torch.Tensor) -> None:
-    """Mark a tensor of an optimizer's state as a flat shard, if it has its parameter's shape."""
-    flat_shard = flat_shard_of(parameter)
-    if flat_shard is not None and isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
-        annotate_flat_shard(value, flat_shard)
-
-
-class RandomState:
-    """Stands, in a state, for the default generators of Python, NumPy and torch, also those of GPUs in use.
-
-    Each rank has its own: save ``PerRank(RandomState())``. Loading it sets the generators.
-    """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the generators' states."""
-        has_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if has_gpus else [],
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the generators.
-
-        Raises:
-            ValueError: The number of GPUs differs. Nothing was set.
-        """
-        devices = state_dict["cuda"]
-        if devices and len(devices) != torch.cuda.device_count():
-            raise ValueError(f"the state has {counted(len(devices), 'GPU')}, and here are {torch.cuda.device_count()}")
-        random.setstate(state_dict["python"])
-        np.random.set_state(state_dict["numpy"])
-        torch.set_rng_state(state_dict["torch"])
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
+def check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
+    """Raise TypeError unless a tensor is dense, has a supported dtype and elements in memory."""
+    where = path_text(path)
+    try:
+        dtype_name(tensor.dtype)
+    except TypeError as error:
+        raise TypeError(f"{where}: {error}") from None
+    if torch.nn.parameter.is_lazy(tensor):
+        raise TypeError(f"{where} has no shape yet: run the module once before it is saved")
+    if tensor.is_nested:
+        raise TypeError(f"{where} is a nested tensor, which has no single shape: save its components, tensor.unbind()")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(f"{where} is a {tensor.layout} tensor: save to_dense() of it")
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise TypeError(f"{where} is {with_article(type(tensor).__qualname__)}, made of other tensors: save these")
+    if getattr(tensor, "_local", tensor).device.type == "meta":
+        raise TypeError(f"{where} is on the meta device and has no elements: materialize it first")

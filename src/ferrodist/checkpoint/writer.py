@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 import xxhash
 
-from ferrodist.checkpoint.format.manifest import hash_bytes
-from ferrodist.checkpoint.format.safetensors import make_header, name_in_file
+from ferrodist.checkpoint.format.manifest import FileEntry, hash_bytes
+from ferrodist.checkpoint.format.safetensors import LENGTH_BYTES, dtype_from_name, to_safetensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from ferrodist.checkpoint.save_plan import FilePlan, Span, TensorReport
     from ferrodist.checkpoint.storage.base import FileWriter, Storage
@@ -25,12 +26,9 @@ _WRITE_BYTES = 1 << 20
 
 
 class FileReport(msgspec.Struct, array_like=True):
-    """A written file."""
+    """A written file: the first byte of each span, and the hashes of its blocks."""
 
-    name: str
-    size_bytes: int
-    header_bytes: int
-    header_hash: str
+    file: FileEntry
     starts: list[int]
     hashes: list[list[str]]
 
@@ -53,14 +51,11 @@ class FileStream:
         self.plan = plan
         self._storage = storage
         self._save_id = save_id
-        tensors_in_file = [
-            (
-                name_in_file(span.key, span.offsets, span.shape, tensors[span.key].shape),
-                tensors[span.key].dtype,
-                span.shape,
-            )
-            for span in plan.spans
-        ]
+        tensors_in_file = []
+        for span in plan.spans:
+            tensor = tensors[span.key]
+            name = name_in_file(span.key, span.offsets, span.shape, tensor.shape)
+            tensors_in_file.append((name, tensor.dtype, span.shape))
         self._header, self._starts, self._size_bytes = make_header(tensors_in_file)
         self._ends = [*self._starts[1:], self._size_bytes]
         self._hashes: list[list[str]] = [[] for _ in plan.spans]
@@ -107,14 +102,13 @@ class FileStream:
     def report(self) -> FileReport:
         """Describe the written file."""
         assert self._is_closed, "the file is written"
-        return FileReport(
-            self.plan.name,
-            self._size_bytes,
-            len(self._header),
-            hash_bytes(self._header),
-            self._starts,
-            self._hashes,
+        file = FileEntry(
+            name=self.plan.name,
+            size_bytes=self._size_bytes,
+            header_bytes=len(self._header),
+            header_hash=hash_bytes(self._header),
         )
+        return FileReport(file, self._starts, self._hashes)
 
     def _open(self) -> FileWriter:
         if self._writer is None:
@@ -147,3 +141,30 @@ def write_file(
         stream.discard()
         raise
     return stream.report()
+
+
+def make_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[int], int]:
+    """Make the header of a file of consecutive tensors, given their names, dtype names and shapes.
+
+    Returns the header with its length field, the first byte of each tensor in the file, and the file's size.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at, starts = 0, []
+    for name, dtype, shape in tensors:
+        size = prod(shape) * dtype_from_name(dtype).itemsize
+        st_dtype, st_shape = to_safetensors(dtype, shape)
+        entries[name] = {"dtype": st_dtype, "shape": st_shape, "data_offsets": [at, at + size]}
+        starts.append(at)
+        at += size
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    header = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return header, [len(header) + begin for begin in starts], len(header) + at
+
+
+def name_in_file(key: str, offsets: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> str:
+    """Return the name of a shard in a file: the tensor's key, with the slice unless it is the full tensor."""
+    if tuple(shape) == tuple(whole):
+        return key
+    sides = [f"{begin}:{begin + size}" for begin, size in zip(offsets, shape, strict=True)]
+    return f"{key}[{', '.join(sides)}]"

@@ -262,7 +262,7 @@ def _has_rich() -> bool:
 
 def _print_written(arguments: argparse.Namespace) -> None:
     """Describe the checkpoint that was just written."""
-    from ferrodist.checkpoint.retention import read_manifest  # noqa: PLC0415 - needs torch
+    from ferrodist.checkpoint.reader import read_manifest  # noqa: PLC0415 - needs torch
     from ferrodist.checkpoint.storage import open_storage  # noqa: PLC0415 - needs torch
 
     storage = open_storage(arguments.other, _options(arguments, arguments.other))

@@ -55,9 +55,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     columns = shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
     width = max(len(finding.name) for finding in found)
     for finding in found:
-        write_stdout(
-            _format_line(f"{'yes' if finding.is_there else 'no '}  {finding.name:<{width}}  ", finding.detail, columns)
-        )
+        prefix = f"{'yes' if finding.is_there else 'no '}  {finding.name:<{width}}  "
+        write_stdout(_format_line(prefix, finding.detail, columns))
     return 0
 
 
@@ -86,13 +85,9 @@ def _run_probe(name: str, probe: Probe) -> Finding:
 
 
 def _ferrodist() -> tuple[bool, str]:
-    version = installed_version() or "run from its source tree"
-    system = f"{platform.system()} {platform.machine()}"
-    processors = counted(usable_cores(), "processor")
-    return (
-        True,
-        f"{version}, Python {platform.python_version()}, {system}, {processors} for this process",
-    )
+    version, python = installed_version() or "run from its source tree", platform.python_version()
+    system, processors = f"{platform.system()} {platform.machine()}", counted(usable_cores(), "processor")
+    return True, f"{version}, Python {python}, {system}, {processors} for this process"
 
 
 def _torch() -> tuple[bool, str]:
@@ -101,10 +96,6 @@ def _torch() -> tuple[bool, str]:
     from ferrodist.torch_private.versions import describe_version  # noqa: PLC0415 - nothing else needs it
 
     return True, f"{torch.__version__}, which {describe_version(torch.__version__)}"
-
-
-def _tcp() -> tuple[bool, str]:
-    return True, "needs nothing"
 
 
 def _native() -> tuple[bool, str]:
@@ -121,7 +112,7 @@ def _gpus() -> tuple[bool, str]:
     reason = why_no_gpu()
     if reason is not None:
         return False, reason
-    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return True, f"CUDA {torch.version.cuda}: {', '.join(names)}"
 
 
@@ -164,7 +155,7 @@ def _choice() -> tuple[bool, str]:
 PROBES: Mapping[str, Probe] = {
     "ferrodist": _ferrodist,
     "torch": _torch,
-    "tcp backend": _tcp,
+    "tcp backend": lambda: (True, "needs nothing"),
     "native backend": _native,
     "GPUs": _gpus,
     "nccl, hybrid backends": _nccl,

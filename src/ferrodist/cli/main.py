@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 from ferrodist.bench import add_bench_arguments, bench_options, run_bench
 from ferrodist.cli.checkpoint import add_ckpt_arguments, run_ckpt
@@ -102,29 +101,21 @@ def build_parser() -> argparse.ArgumentParser:
     version = installed_version() or "(not installed: run from its source tree)"
     parser.add_argument("--version", action="version", version=f"ferrodist {version}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
-    for command in _COMMANDS:
-        subparser = commands.add_parser(
-            command.name,
-            help=command.help,
-            description=command.description,
-            usage=command.usage,
-            allow_abbrev=False,
-        )
-        for leaf in command.add_arguments(subparser) or [subparser]:
-            leaf.set_defaults(handler=command.run, parser=leaf)
+    for name, (add_arguments, run, text, description, usage) in _COMMANDS.items():
+        subparser = commands.add_parser(name, help=text, description=description, usage=usage, allow_abbrev=False)
+        for leaf in add_arguments(subparser) or [subparser]:
+            leaf.set_defaults(handler=run, parser=leaf)
     return parser
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Command:
+class _Command(NamedTuple):
     """A subcommand; ``add_arguments`` returns its own subcommands' parsers, if it has any."""
 
-    name: str
+    add_arguments: Callable[[argparse.ArgumentParser], Sequence[argparse.ArgumentParser] | None]
+    run: Callable[[argparse.Namespace], int]
     help: str
     description: str
     usage: str | None = None
-    add_arguments: Callable[[argparse.ArgumentParser], Sequence[argparse.ArgumentParser] | None]
-    run: Callable[[argparse.Namespace], int]
 
 
 def _usage_errors(function: Callable[[argparse.Namespace], _T], arguments: argparse.Namespace) -> _T:
@@ -139,51 +130,45 @@ def _print_secret(_arguments: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = (
-    _Command(
-        name="run",
-        help="start a program as several ranks",
-        description="Start a program as several ranks, with torchrun's options and variables.",
-        usage="%(prog)s [options] [-m | --no-python] program [arguments ...]",
-        add_arguments=add_run_arguments,
-        run=lambda arguments: launch(_usage_errors(spec_from_arguments, arguments)),
+_COMMANDS = {
+    "run": _Command(
+        add_run_arguments,
+        lambda arguments: launch(_usage_errors(spec_from_arguments, arguments)),
+        "start a program as several ranks",
+        "Start a program as several ranks, with torchrun's options and variables.",
+        "%(prog)s [options] [-m | --no-python] program [arguments ...]",
     ),
-    _Command(
-        name="secret",
-        help="print a new job secret",
-        description="Print a new secret; set FERRODIST_SECRET to it on every host of a job.",
-        add_arguments=lambda _: None,
-        run=_print_secret,
+    "secret": _Command(
+        lambda _: None,
+        _print_secret,
+        "print a new job secret",
+        "Print a new secret; set FERRODIST_SECRET to it on every host of a job.",
     ),
-    _Command(
-        name="demo",
-        help="train a small network on several ranks",
-        description="Train a small network on 1 rank and on several, compare, and plot. Needs the extra 'demo'.",
-        add_arguments=add_demo_arguments,
-        run=lambda arguments: run_demo(_usage_errors(demo_options, arguments)),
+    "demo": _Command(
+        add_demo_arguments,
+        lambda arguments: run_demo(_usage_errors(demo_options, arguments)),
+        "train a small network on several ranks",
+        "Train a small network on 1 rank and on several, compare, and plot. Needs the extra 'demo'.",
     ),
-    _Command(
-        name="bench",
-        help="measure it beside gloo, MPICH and Open MPI",
-        description="Measure collectives, messages, asynchronous operations and group making beside gloo, MPICH and"
-        " Open MPI, on one host and on two that are emulated; or over the MPI, UCC or NCCL of this machine. Needs the"
-        " extra 'bench'.",
-        add_arguments=add_bench_arguments,
-        run=lambda arguments: run_bench(_usage_errors(bench_options, arguments)),
+    "bench": _Command(
+        add_bench_arguments,
+        lambda arguments: run_bench(_usage_errors(bench_options, arguments)),
+        "measure it beside gloo, MPICH and Open MPI",
+        "Measure collectives, messages, asynchronous operations and group making beside gloo, MPICH and Open MPI,"
+        " on one host and on two that are emulated; or over the MPI, UCC or NCCL of this machine. Needs the extra"
+        " 'bench'.",
     ),
-    _Command(
-        name="ckpt",
-        help="look at checkpoints, check, compare, reshard and convert them",
-        description="Look at checkpoints, check and compare them, write them for other numbers of ranks, convert them.",
-        add_arguments=add_ckpt_arguments,
-        run=lambda arguments: _usage_errors(run_ckpt, arguments),
+    "ckpt": _Command(
+        add_ckpt_arguments,
+        lambda arguments: _usage_errors(run_ckpt, arguments),
+        "look at checkpoints, check, compare, reshard and convert them",
+        "Look at checkpoints, check and compare them, write them for other numbers of ranks, convert them.",
     ),
-    _Command(
-        name="doctor",
-        help="show which backends this machine has, and why not others",
-        description="Show what is there for ferrodist on this machine: backends, engines and GPUs, their versions, and"
-        " why something can't be used.",
-        add_arguments=add_doctor_arguments,
-        run=run_doctor,
+    "doctor": _Command(
+        add_doctor_arguments,
+        run_doctor,
+        "show which backends this machine has, and why not others",
+        "Show what is there for ferrodist on this machine: backends, engines and GPUs, their versions, and why"
+        " something can't be used.",
     ),
-)
+}

@@ -21,18 +21,12 @@ from ferrodist.collectives.arguments import (
 )
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.fast_path import (
-    fast_all_gather,
-    fast_reduce_scatter,
-    start_all_gather,
-    start_reduce_scatter,
-)
-from ferrodist.collectives.payloads import check_sizes, unpack_payloads
+from ferrodist.collectives.fast_path import fast_all_gather, fast_reduce_scatter, start_all_gather, start_reduce_scatter
+from ferrodist.collectives.payloads import check_sizes, disagreement, unpack_payloads
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
 from ferrodist.collectives.work import PreparedCall, execute, refuse_in_coalesce, submit
 from ferrodist.deadline import Deadline
-from ferrodist.errors import CollectiveMismatchError
 from ferrodist.torch_private.profiling import is_profiling
 
 if TYPE_CHECKING:
@@ -145,16 +139,11 @@ def share_sizes(operation: str, tensor: torch.Tensor, dim: int, group: Backend, 
     shared = unpack_payloads(_SIZE, payloads, group, operation)
     differing = tuple(rank for rank, each in enumerate(shared) if each[1:] != shared[0][1:])
     if differing:
-        described = "; ".join(
+        calls = (
             f"rank {rank} joins along dim {shared[rank][1]} of {shared[rank][2]}, {_DEVICES[shared[rank][3]]}"
             for rank in (0, differing[0])
         )
-        error = CollectiveMismatchError(
-            f"the ranks of group {group.name!r} disagree about {operation}: {described}. Pass the same everywhere.",
-            ranks=differing,
-        )
-        group.abort(error)
-        raise error
+        raise disagreement(group, operation, calls, "Pass the same everywhere.", differing)
     for rank, each in enumerate(shared):
         check_sizes(each[:1], group, rank, operation)
     return [each[0] for each in shared]

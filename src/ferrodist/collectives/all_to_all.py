@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, overload
 
 import torch
+from msgspec.structs import replace
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
@@ -30,7 +31,7 @@ from ferrodist.torch_private.profiling import is_profiling
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.work import PendingCollective
@@ -54,7 +55,6 @@ def barrier(group: Backend | None = None, *, timeout: float | None = None) -> No
     if timeout is None and fast_barrier(group):
         return
     chosen, limit = group_and_timeout(group, timeout)
-
     op = CollectiveOp(kind=CollectiveKind.BARRIER, timeout=limit)
     execute(PreparedCall(op=op, group=chosen, engine=host_engine_of(chosen), finish=lambda: None))
 
@@ -115,8 +115,7 @@ def all_to_all(
         result: torch.Tensor | None = fast_all_to_all(tensors, group, out)
         if result is not None:
             return result
-    call, finish = _all_to_all(tensors, group, out, timeout)
-    return finish(execute(call))
+    return execute(_all_to_all(tensors, group, out, timeout))
 
 
 @profiled
@@ -132,8 +131,7 @@ def async_all_to_all(
         pending: PendingCollective[torch.Tensor | list[torch.Tensor]] | None = start_all_to_all(tensors, group, out)
         if pending is not None:
             return pending
-    call, finish = _all_to_all(tensors, group, out, timeout)
-    return submit(PreparedCall(op=call.op, group=call.group, engine=call.engine, finish=lambda: finish(call.finish())))
+    return submit(_all_to_all(tensors, group, out, timeout))
 
 
 def _all_to_all(
@@ -141,7 +139,7 @@ def _all_to_all(
     group: Backend | None,
     out: torch.Tensor | Sequence[torch.Tensor] | None,
     timeout: float | None,
-) -> tuple[PreparedCall[torch.Tensor], Callable[[torch.Tensor], torch.Tensor | list[torch.Tensor]]]:
+) -> PreparedCall[torch.Tensor | list[torch.Tensor]]:
     chosen, limit = group_and_timeout(group, timeout)
     size = chosen.world_size
     if isinstance(tensors, torch.Tensor):
@@ -155,8 +153,7 @@ def _all_to_all(
                 " use all_to_all_single_uneven"
             )
         rows = [tensors.shape[0] // size] * size
-        call = _all_to_all_rows(tensors, rows, rows, unit=tensors.numel() // size, group=chosen, out=out, timeout=limit)
-        return call, lambda joined: joined
+        return _all_to_all_rows(tensors, rows, rows, unit=tensors.numel() // size, group=chosen, out=out, timeout=limit)
     parts = list(tensors)
     _check_parts(parts)
     if len(parts) != size:
@@ -167,21 +164,20 @@ def _all_to_all(
         torch.stack(parts), ones, ones, unit=parts[0].numel(), group=chosen, out=None, timeout=limit
     )
 
-    def finish(joined: torch.Tensor) -> list[torch.Tensor]:
-        results = take(joined)
+    def finish() -> list[torch.Tensor]:
+        joined = call.finish()
+        if outs is None:
+            # Not views of one tensor: autograd forbids writes to these, and each would keep all of it alive.
+            results = [received.clone() for received in joined.unbind(0)]
+        else:
+            results = outs
+            for mine, received in zip(outs, joined, strict=True):
+                with writing_to(mine):
+                    mine.copy_(received)
         record_use_on_streams(joined)
         return results
 
-    def take(joined: torch.Tensor) -> list[torch.Tensor]:
-        if outs is None:
-            # Not views of one tensor: autograd forbids writes to these, and each would keep all of it alive.
-            return [received.clone() for received in joined.unbind(0)]
-        for mine, received in zip(outs, joined, strict=True):
-            with writing_to(mine):
-                mine.copy_(received)
-        return outs
-
-    return call, finish
+    return replace(call, finish=finish)
 
 
 def _check_parts(parts: Sequence[torch.Tensor]) -> None:

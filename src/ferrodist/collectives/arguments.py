@@ -97,14 +97,22 @@ def attach(
 
 
 def finish_with(
-    target: OutputBuffer, source: torch.Tensor, out: torch.Tensor | None, backward: Backward, *, once: bool = False
+    target: OutputBuffer,
+    source: torch.Tensor,
+    out: torch.Tensor | None,
+    backward: Backward,
+    *saved: torch.Tensor,
+    saves_result: bool = False,  # after `saved`
+    once: bool = False,
 ) -> Callable[[], torch.Tensor]:
     """Make the function that finishes a call: it returns the result, with a history if ``source`` records one."""
     recorded = records_history(source) and out is None
 
     def finish() -> torch.Tensor:
         result = target.finish()
-        return attach(source, result, backward, once=once) if recorded else result
+        if not recorded:
+            return result
+        return attach(source, result, backward, *saved, *([result] if saves_result else []), once=once)
 
     return finish
 
@@ -358,7 +366,10 @@ def prepare_out(
     result = torch.empty(tuple(shape), dtype=dtype, device=device) if out is None else out
     view = result.movedim(dim, 0) if dim else result
     plain = view.is_contiguous() and not view.is_conj() and not view.is_neg()
-    if plain and (source is None or (in_place and _same(result, source)) or not shares_memory(result, source)):
+    is_same = (
+        in_place and source is not None and result.data_ptr() == source.data_ptr() and result.shape == source.shape
+    )
+    if plain and (source is None or is_same or not shares_memory(result, source)):
         return OutputBuffer(flat=view.detach().view(-1), result=result)
     return OutputBuffer(flat=torch.empty(result.numel(), dtype=dtype, device=result.device), result=result, view=view)
 
@@ -381,11 +392,6 @@ def prepare_late_out(
     except (ValueError, TypeError, RuntimeError) as error:
         device = source.device if device is None and source is not None else device
         return replace(prepare_out(None, shape, dtype, device=device, dim=dim), refusal=error)
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two contiguous tensors are the same memory in the same shape."""
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 _NUMPY_KINDS = frozenset("biufSU")

@@ -15,13 +15,14 @@ waits. The caller's stream waits for the last copies to the device; the host doe
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from ferrodist.backends.polling import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,11 +35,6 @@ SEGMENT_BYTES = 8 << 20
 H100 it is the fastest: 14 GB/s, where 4 MiB give 10 and 16 MiB 11."""
 
 _NUM_SLOTS = 3
-
-# Events are polled: there is no wait with a timeout.
-_NUM_SPINS = 200
-_MIN_POLL_SECONDS = 20e-6
-_MAX_POLL_SECONDS = 1e-3
 
 
 class NotReachedError(Exception):
@@ -182,18 +178,14 @@ class CopyPipeline:
 def wait_until_passed(
     streams: Streams, event: Any, deadline: Deadline, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait until the device has passed an event, with ``check()`` after a short spin; raises NotReachedError."""
-    num_polls, pause = 0, _MIN_POLL_SECONDS
-    while not streams.has_passed(event):
-        if deadline.expired:
-            raise NotReachedError
-        num_polls += 1
-        if num_polls < _NUM_SPINS:
-            time.sleep(0)
-        else:
-            check()
-            time.sleep(min(pause, deadline.remaining()))
-            pause = min(1.5 * pause, _MAX_POLL_SECONDS)
+    """Wait until the device has passed an event, with ``check()`` between polls; raises NotReachedError."""
+
+    def check_again() -> bool:
+        check()
+        return False
+
+    if not wait_until(lambda: streams.has_passed(event), deadline, check_again):
+        raise NotReachedError
 
 
 class _OwnStreams(threading.local):
@@ -225,6 +217,6 @@ class StreamHandoff:
             yield
         self._ended = self._streams.record(stream)
 
-    def take(self) -> None:
+    def wait_on_stream(self) -> None:
         """Order the calling thread's current stream after the work, which has run."""
         self._streams.order(self._streams.current(), self._ended)

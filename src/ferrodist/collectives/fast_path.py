@@ -22,7 +22,6 @@ import torch
 from typing_extensions import override
 
 from ferrodist.backends import process_group
-from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.native.binding import is_native_available, load
 from ferrodist.backends.process_group import find_group
 from ferrodist.backends.tags import Channel, channel_tag
@@ -44,7 +43,7 @@ def start_allreduce(tensor: torch.Tensor, op: Any, group: Backend | None, out: t
     if path is None or target is None:
         return None
     started = path.communicator.start_allreduce(tensor, target, getattr(op, "number", -1), path.timeout)
-    return started and _NativeWork(path, started, CollectiveKind.ALLREDUCE, tensor, target, op=op)
+    return started and _NativeWork("allreduce", path.engine, started, tensor, target, {"op": op})
 
 
 def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -53,7 +52,7 @@ def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out:
     if path is None or out is not tensor or type(root) is not int:
         return None
     started = path.communicator.start_broadcast(tensor, tensor, root, path.timeout)
-    return started and _NativeWork(path, started, CollectiveKind.BROADCAST, tensor, tensor, root=root)
+    return started and _NativeWork("broadcast", path.engine, started, tensor, tensor, {"root": root})
 
 
 def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -65,7 +64,7 @@ def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out:
     if target is None:
         return None
     started = path.communicator.start_all_gather(tensor, target, path.timeout)
-    return started and _NativeWork(path, started, CollectiveKind.ALL_GATHER, tensor, target, dim=0)
+    return started and _NativeWork("all_gather", path.engine, started, tensor, target, {"dim": 0})
 
 
 def start_reduce_scatter(
@@ -79,7 +78,7 @@ def start_reduce_scatter(
     if target is None:
         return None
     started = path.communicator.start_reduce_scatter(tensor, target, getattr(op, "number", -1), path.timeout)
-    return started and _NativeWork(path, started, CollectiveKind.REDUCE_SCATTER, tensor, target, op=op, dim=0)
+    return started and _NativeWork("reduce_scatter", path.engine, started, tensor, target, {"op": op, "dim": 0})
 
 
 def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -89,8 +88,7 @@ def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Ten
     if path is None or target is None:
         return None
     started = path.communicator.start_all_to_all(tensor, target, path.timeout)
-    unit = tensor.numel() // path.engine.num_ranks
-    return started and _NativeWork(path, started, CollectiveKind.ALL_TO_ALL, tensor, target, unit=unit)
+    return started and _NativeWork("all_to_all", path.engine, started, tensor, target)
 
 
 def _path_of(group: Backend | None) -> Any:
@@ -127,13 +125,21 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 class _NativeWork(PendingCollective[torch.Tensor]):
     """A collective that the compiled engine runs; keeps alive the tensors, whose addresses the engine has."""
 
-    def __init__(
-        self, path: Any, started: Any, kind: CollectiveKind, tensor: torch.Tensor, out: torch.Tensor, **fields: Any
+    def __init__(  # noqa: PLR0917 - positional arguments are faster
+        self,
+        op_name: str,
+        engine: Any,
+        started: Any,
+        tensor: torch.Tensor,
+        out: torch.Tensor,
+        facts: dict[str, Any] | None = None,
     ) -> None:
-        self._engine = path.engine
-        super().__init__(kind, self._engine.group_name)
+        super().__init__(op_name, engine.group_name)
+        self._engine = engine
         self._started = started
-        self._op = CollectiveOp(kind=kind, source=tensor, out=out, timeout=path.timeout, **fields)
+        self._tensor = tensor
+        self._out = out
+        self._facts = facts  # for errors: the call's other fields of a `CollectiveOp`
         self._has_result = False
 
     @override
@@ -143,15 +149,15 @@ class _NativeWork(PendingCollective[torch.Tensor]):
     @override
     def wait(self, timeout: float | None = None) -> torch.Tensor:
         self._check_process()
+        out = self._out
         try:
             has_ended = self._started.wait(math.inf if timeout is None else check_timeout(timeout))
         except BaseException as failure:
             if not self._engine.has_left(failure):  # an interruption, while another thread runs it: it goes on
                 raise
-            raise self._engine.error_of(failure, self._op) from None
+            raise self._engine.call_error(failure, self._op_name, self._tensor, out, **self._facts or {}) from None
         if not has_ended:
             raise self._still_running(timeout or 0.0)
-        out: torch.Tensor = self._op.out
         if not self._has_result:
             self._has_result = True
             if not out.is_inference():  # the engine wrote raw memory: something may have saved it for a backward

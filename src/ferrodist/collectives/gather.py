@@ -28,12 +28,11 @@ from ferrodist.collectives.arguments import (
 )
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.payloads import check_sizes, dtype_at, protocol_error, unpack_payloads
+from ferrodist.collectives.payloads import check_sizes, disagreement, dtype_at, protocol_error, unpack_payloads
 from ferrodist.collectives.profiling import profiled
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.work import PreparedCall, execute, refuse_in_coalesce
 from ferrodist.deadline import Deadline
-from ferrodist.errors import CollectiveMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -240,14 +239,8 @@ def _compare_scatters(payloads: Sequence[bytes], group: Backend) -> None:
             raise protocol_error(group, root, "named a dim with its scatter that no tensor has")
         if all(other in (dim, dim - num_dims) for other, _ in dims_and_roots):
             return
-    calls = "; ".join(
-        f"rank {rank} called scatter(src={src}, dim={dim})" for rank, (dim, src) in enumerate(dims_and_roots)
-    )
-    error = CollectiveMismatchError(
-        f"the ranks of group {group.name!r} disagree about a scatter: {calls}. Pass the same src and dim on every rank."
-    )
-    group.abort(error)
-    raise error
+    calls = (f"rank {rank} called scatter(src={src}, dim={dim})" for rank, (dim, src) in enumerate(dims_and_roots))
+    raise disagreement(group, "a scatter", calls, "Pass the same src and dim on every rank.")
 
 
 def scatter_with_sizes(

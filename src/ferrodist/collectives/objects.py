@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import struct
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -32,34 +33,20 @@ from ferrodist.collectives.arguments import check_root, check_tensor, group_and_
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.gather import gather_with_sizes, scatter_with_sizes
 from ferrodist.collectives.p2p import recv, send
-from ferrodist.collectives.payloads import check_sizes, protocol_error, unpack_payloads
+from ferrodist.collectives.payloads import check_sizes, disagreement, protocol_error, unpack_payloads
 from ferrodist.collectives.profiling import profiled
 from ferrodist.collectives.reduce import broadcast
 from ferrodist.collectives.work import refuse_in_coalesce
 from ferrodist.deadline import Deadline
-from ferrodist.errors import CollectiveMismatchError, ProtocolError
+from ferrodist.errors import ProtocolError
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
 
 _PLAIN = {type(None), bool, int, float, str, bytes, msgspec.UnsetType}
-
-
-def encode_plain(value: Any) -> bytes:
-    """Encode plain data as msgpack; raises TypeError for data outside of the module's table.
-
-    Raises RecursionError for a value that is nested too deeply, or contains itself.
-    """
-    try:
-        # First: the walk below ends only for values that are not nested in themselves.
-        data = msgspec.msgpack.encode(value, enc_hook=_replace)
-    except (OverflowError, ValueError) as error:
-        raise TypeError(str(error)) from error
-    _check_values([value])
-    return data
 
 
 def _replace(value: Any) -> Any:
@@ -157,12 +144,7 @@ def broadcast_object(
 
 @profiled
 def gather_object(
-    value: Any,
-    dst: int = 0,
-    *,
-    group: Backend | None = None,
-    allow_pickle: bool = False,
-    timeout: float | None = None,
+    value: Any, dst: int = 0, *, group: Backend | None = None, allow_pickle: bool = False, timeout: float | None = None
 ) -> list[Any] | None:
     """Gather the objects of all ranks, in rank order, on rank ``dst``; None elsewhere. See `all_gather_object`.
 
@@ -263,7 +245,11 @@ def recv_object(
     object that can't be decoded is lost, and the group goes on.
     """
     data, source = recv(None, torch.uint8, src, tag=tag, group=group, timeout=timeout, return_source=True)
-    value = _decode(data, allow_pickle)
+    load = _loader(data, allow_pickle)
+    try:
+        value = load()
+    except Exception as error:
+        raise ProtocolError(f"what another rank sent can't be decoded: {error!r}") from error
     return (value, source) if return_source else value
 
 
@@ -295,13 +281,8 @@ def _sizes_of_root(
     payloads = share_bytes(group, operation, payload, deadline.remaining())
     roots = [root for (root,) in unpack_payloads(_ROOT, payloads, group, operation)]
     if len(set(roots)) > 1:
-        calls = "; ".join(f"rank {rank} called {operation}({root_name}={r})" for rank, r in enumerate(roots))
-        error = CollectiveMismatchError(
-            f"the ranks of group {group.name!r} disagree about {operation}: {calls}. Pass the same {root_name}"
-            " on every rank."
-        )
-        group.abort(error)
-        raise error
+        calls = (f"rank {rank} called {operation}({root_name}={r})" for rank, r in enumerate(roots))
+        raise disagreement(group, operation, calls, f"Pass the same {root_name} on every rank.")
     if fits:
         if len(payloads[root]) != _ROOT.size + numbers.size:
             raise protocol_error(group, root, f"sent no sizes with its {operation}")
@@ -326,44 +307,37 @@ def _encode(value: Any, allow_pickle: bool) -> torch.Tensor:  # noqa: FBT001 - t
 
 
 def _to_msgpack(value: Any) -> bytes:
+    """Encode plain data; raises TypeError for data outside of the module's table."""
     try:
-        return encode_plain(value)
-    except TypeError as error:
+        # First: the walk after it ends only for values that are not nested in themselves.
+        data = msgspec.msgpack.encode(value, enc_hook=_replace)
+        _check_values([value])
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"msgpack can't carry this {type(value).__name__} ({error}): send plain data, as lists, dicts, numbers and"
             " text, or pass allow_pickle=True on all ranks if every rank may run code on every other"
         ) from error
+    return data
 
 
 def _decode_all(parts: Mapping[int, torch.Tensor], allow_pickle: bool, group: Backend) -> list[Any]:  # noqa: FBT001
-    """Decode the objects of a collective, by sender."""
-    encoded = {rank: _unwrap(part, allow_pickle) for rank, part in parts.items()}
-    return [_load_or_abort(rank, codec, content, group) for rank, (codec, content) in encoded.items()]
+    """Decode the objects of a collective, by sender; aborts the group on failure, for other ranks may go on."""
+    values = []
+    for sender, load in {rank: _loader(part, allow_pickle) for rank, part in parts.items()}.items():
+        try:
+            values.append(load())
+        except Exception as error:  # noqa: PERF203 - names the sender
+            failure = ProtocolError(
+                f"rank {group.rank} of group {group.name!r} can't decode the object that rank {sender} sent: {error!r}",
+                ranks=(sender,),
+            )
+            group.abort(failure)
+            raise (group.failure or failure).fresh() from error
+    return values
 
 
-def _load_or_abort(sender: int, codec: bytes, content: bytes, group: Backend) -> Any:
-    """Decode an object of a collective; aborts the group on failure, for other ranks may go on with theirs."""
-    try:
-        return _load(codec, content)
-    except Exception as error:
-        failure = ProtocolError(
-            f"rank {group.rank} of group {group.name!r} can't decode the object that rank {sender} sent: {error!r}",
-            ranks=(sender,),
-        )
-        group.abort(failure)
-        raise (group.failure or failure).fresh() from error
-
-
-def _decode(data: torch.Tensor, allow_pickle: bool) -> Any:  # noqa: FBT001 - the user's keyword, passed on
-    codec, content = _unwrap(data, allow_pickle)
-    try:
-        return _load(codec, content)
-    except Exception as error:
-        raise ProtocolError(f"what another rank sent can't be decoded: {error!r}") from error
-
-
-def _unwrap(data: torch.Tensor, allow_pickle: bool) -> tuple[bytes, bytes]:  # noqa: FBT001 - the user's keyword
-    """Split codec and encoded object; raises unless this rank may decode it."""
+def _loader(data: torch.Tensor, allow_pickle: bool) -> Callable[[], Any]:  # noqa: FBT001 - the user's keyword
+    """Return the function that decodes an object; raises unless this rank may decode it."""
     raw = data.numpy().tobytes()
     codec, content = raw[:1], raw[1:]
     if codec not in (_MSGPACK, _PICKLE):
@@ -372,8 +346,4 @@ def _unwrap(data: torch.Tensor, allow_pickle: bool) -> tuple[bytes, bytes]:  # n
         raise ProtocolError(
             "another rank sent a pickle; pass allow_pickle=True to run what it says, on all ranks or none"
         )
-    return codec, content
-
-
-def _load(codec: bytes, content: bytes) -> Any:
-    return pickle.loads(content) if codec == _PICKLE else msgspec.msgpack.decode(content)  # noqa: S301 - asked for by name
+    return partial(pickle.loads if codec == _PICKLE else msgspec.msgpack.decode, content)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.errors import ProtocolError
+from ferrodist.errors import CollectiveMismatchError, ProtocolError
 
 if TYPE_CHECKING:
     import struct
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -40,6 +40,17 @@ def check_sizes(sizes: Sequence[int], group: Backend, rank: int, operation: str)
 def protocol_error(group: Backend, rank: int, what: str) -> ProtocolError:
     """Abort the group for a malformed message of a rank, and return the error to raise."""
     error = ProtocolError(f"rank {rank} of group {group.name!r} broke the protocol: it {what}", ranks=(rank,))
+    group.abort(error)
+    return error
+
+
+def disagreement(
+    group: Backend, operation: str, calls: Iterable[str], advice: str, ranks: tuple[int, ...] = ()
+) -> CollectiveMismatchError:
+    """Abort the group for ranks that made different calls, and return the error to raise."""
+    error = CollectiveMismatchError(
+        f"the ranks of group {group.name!r} disagree about {operation}: {'; '.join(calls)}. {advice}", ranks=ranks
+    )
     group.abort(error)
     return error
 

@@ -23,28 +23,28 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """The state of a thread: calls inside a recorded call are part of it."""
 
     is_recorded = False
 
 
-_here = _Here()
+_thread_state = _ThreadState()
 
 
 def is_recorded() -> bool:
     """True if this thread is in a recorded call."""
-    return _here.is_recorded
+    return _thread_state.is_recorded
 
 
 def record(function: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:
     """Call a function and show it in torch's profiler."""
-    _here.is_recorded = True
+    _thread_state.is_recorded = True
     try:
         with record_function(f"ferrodist:{function.__name__.removeprefix('async_')}"):
             return function(*arguments, **options)
     finally:
-        _here.is_recorded = False
+        _thread_state.is_recorded = False
 
 
 def profiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -52,7 +52,7 @@ def profiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
 
     @functools.wraps(function)
     def call(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
-        if not is_profiling() or _here.is_recorded:
+        if not is_profiling() or _thread_state.is_recorded:
             return function(*arguments, **options)
         return record(function, *arguments, **options)
 

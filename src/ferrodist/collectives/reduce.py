@@ -13,7 +13,6 @@ import torch
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.collectives.all_gather import all_gather, scale_gradient
 from ferrodist.collectives.arguments import (
-    attach,
     check_out_of_root,
     check_root,
     check_tensor,
@@ -21,12 +20,11 @@ from ferrodist.collectives.arguments import (
     flatten,
     group_and_timeout,
     prepare_out,
-    records_history,
 )
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import fast_allreduce, fast_broadcast, start_allreduce, start_broadcast
 from ferrodist.collectives.profiling import is_recorded, profiled, record
-from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
+from ferrodist.collectives.reduce_op import Op, ReduceOp, check_reduction, is_linear, widen
 from ferrodist.collectives.work import PreparedCall, execute, submit
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_private.profiling import is_profiling
@@ -97,33 +95,33 @@ def _allreduce(
     engine = engine_of(chosen, tensor.device)
     target = prepare_out(out, tensor.shape, tensor.dtype, tensor, in_place=True)
     source = target.flat if out is tensor and target.view is None else flatten(tensor)
-
-    def finish() -> torch.Tensor:
-        result = target.finish()
-        return _attach_reduction(tensor, result, op, chosen) if recorded and out is None else result
-
-    recorded = records_history(tensor)
+    saved, saves_result = _saved_for_backward(tensor, op)
+    backward = partial(_allreduce_backward, op, chosen)
+    finish = finish_with(target, tensor, out, backward, *saved, saves_result=saves_result)
     call = CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=source, out=target.flat, op=op, timeout=limit)
     return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
 
 
-def _attach_reduction(tensor: torch.Tensor, result: torch.Tensor, op: Op, group: Backend) -> torch.Tensor:
-    """Attach the gradient of allreduce: every rank's output depends on every rank's input."""
+def _saved_for_backward(tensor: torch.Tensor, op: Op) -> tuple[tuple[torch.Tensor, ...], bool]:
+    """The tensors that the gradient of a reduction needs, and whether it needs the result."""
+    return () if is_linear(op) else (tensor,), op in (ReduceOp.MIN, ReduceOp.MAX)
+
+
+def _allreduce_backward(op: Op, group: Backend, grad: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:
+    """The gradient of allreduce: every rank's output depends on every rank's input."""
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
-        return attach(tensor, result, lambda grad: allreduce(grad, op, group=group))
-    if isinstance(op, PremultipliedSum):
-        return attach(tensor, result, lambda grad: scale_gradient(allreduce(grad, group=group), op, group))
+        return allreduce(grad, op, group=group)
+    return _times_derivative(op, group, allreduce(grad, group=group), *saved)
 
+
+def _times_derivative(op: Op, group: Backend, grad: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:
+    """The gradient of a reduction's result times the derivative by this rank's elements."""
+    if is_linear(op):
+        return scale_gradient(grad, op, group)
     if op is ReduceOp.PRODUCT:
-        return attach(
-            tensor, result, lambda grad, own: _times_other_factors(own, allreduce(grad, group=group), group), tensor
-        )
+        return _times_other_factors(saved[0], grad, group)
     assert op in (ReduceOp.MIN, ReduceOp.MAX), f"{op} is for dtypes that have no gradient"
-
-    def backward(grad: torch.Tensor, own: torch.Tensor, extremum: torch.Tensor) -> torch.Tensor:
-        return _share_of_extremum(own, extremum, allreduce(grad, group=group), group)
-
-    return attach(tensor, result, backward, tensor, result)
+    return _share_of_extremum(saved[0], saved[1], grad, group)
 
 
 def _share_of_extremum(own: torch.Tensor, extremum: torch.Tensor, grad: torch.Tensor, group: Backend) -> torch.Tensor:
@@ -178,24 +176,11 @@ def reduce(
     check_out_of_root(chosen, dst, out)
     target = prepare_out(out, tensor.shape if is_root else (0,), tensor.dtype, tensor, in_place=True)
     source = flatten(tensor)
-    recorded = records_history(tensor) and out is None
-
-    def finish() -> torch.Tensor:
-        result = target.finish()
-        saved = () if is_linear(op) else (tensor,) if op is ReduceOp.PRODUCT else (tensor, result)
-        return (
-            attach(tensor, result, partial(_reduce_backward, tensor.shape, op, dst, chosen), *saved, once=True)
-            if recorded
-            else result
-        )
-
+    saved, saves_result = _saved_for_backward(tensor, op)
+    backward = partial(_reduce_backward, tensor.shape, op, dst, chosen)
+    finish = finish_with(target, tensor, out, backward, *saved, saves_result=saves_result, once=True)
     call = CollectiveOp(
-        kind=CollectiveKind.REDUCE,
-        source=source,
-        out=target.flat if is_root else None,
-        op=op,
-        root=dst,
-        timeout=limit,
+        kind=CollectiveKind.REDUCE, source=source, out=target.flat if is_root else None, op=op, root=dst, timeout=limit
     )
     return execute(PreparedCall(op=call, group=chosen, engine=engine, finish=finish))
 
@@ -206,13 +191,10 @@ def _reduce_backward(
     """The gradient of reduce: the root's gradient is broadcast, then as for allreduce."""
     is_root = group.rank == dst
     whole = broadcast(grad if is_root else grad.new_empty(shape), dst, group=group)
-    if is_linear(op):
-        return scale_gradient(whole, op, group)
-    if op is ReduceOp.PRODUCT:
-        return _times_other_factors(saved[0], whole, group)
-    own, result = saved
-    extremum = broadcast(result.detach() if is_root else torch.empty_like(own), dst, group=group)
-    return _share_of_extremum(own, extremum, whole, group)
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        own, result = saved
+        saved = own, broadcast(result.detach() if is_root else torch.empty_like(own), dst, group=group)
+    return _times_derivative(op, group, whole, *saved)
 
 
 def broadcast(

@@ -10,7 +10,6 @@ import contextlib
 import os
 import queue
 import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
 from contextvars import ContextVar
@@ -24,9 +23,10 @@ from typing_extensions import override
 from ferrodist.backends.collective_op import CollectiveKind
 from ferrodist.backends.cuda import streams_of
 from ferrodist.backends.lifecycle import ExitStage, close_at_exit
+from ferrodist.backends.polling import wait_until
 from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.cuda import StreamHandoff
-from ferrodist.collectives.engines.host import host_engine_of
+from ferrodist.collectives.engines.host import attached_to, host_engine_of
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
 from ferrodist.resource_limits import naming_limits
@@ -40,10 +40,6 @@ if TYPE_CHECKING:
 
 _JOIN_SECONDS = 1.0
 """How long closing a queue waits for its thread, which ends at once unless a call ignores that its group has ended."""
-
-# Streams are polled: there is no wait with a timeout.
-_MIN_POLL_SECONDS = 20e-6
-_MAX_POLL_SECONDS = 1e-3
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -197,13 +193,9 @@ class EnqueuedCollective(_StartedCollective[T_co]):
         ``timeout`` they are raised here.
         """
         self._check_process()
-        if timeout is not None:
-            deadline, pause = Deadline(timeout), _MIN_POLL_SECONDS
-            while not self.done():
-                if deadline.expired:
-                    raise self._still_running(timeout)
-                time.sleep(min(pause, deadline.remaining()))
-                pause = min(2 * pause, _MAX_POLL_SECONDS)
+        # Streams are polled: there is no wait with a timeout.
+        if timeout is not None and not wait_until(self.done, Deadline(timeout)):
+            raise self._still_running(timeout)
         error = self._error or (None if self._work is None else self._work.error)
         if error is not None:
             raise error.fresh() if isinstance(error, DistributedError) else error
@@ -220,37 +212,28 @@ class OperationQueue:
 
     _KEY = "collectives.queue"
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, group: Backend) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"ferrodist-queue-{name}", daemon=True)
-        with naming_limits(f"what is started in group {name!r} has no thread", kind=DistributedError):
+        self._thread = threading.Thread(target=self._run, name=f"ferrodist-queue-{group.name}", daemon=True)
+        with naming_limits(f"what is started in group {group.name!r} has no thread", kind=DistributedError):
             self._thread.start()
         # The interpreter kills daemon threads, which in the middle of torch's code aborts the process; so the queues of
         # groups that were never closed are stopped first.
         close_at_exit(ExitStage.OPERATION_QUEUES, self)
+        group.on_close(self.close)
+        weakref.finalize(group, self.stop).atexit = False  # a group that nobody closed
 
     @classmethod
     def of(cls, group: Backend) -> OperationQueue:
         """The group's queue, made when first needed."""
-        found = cls.find(group)
-        if found is None:
-            with _making:
-                found = cls.find(group)
-                if found is None:
-                    found = cls(group.name)
-                    group.attachments[cls._KEY] = found
-                    group.on_close(found.close)
-                    weakref.finalize(group, found.stop).atexit = False  # a group that nobody closed
-        return found
+        return attached_to(group, cls._KEY, cls)
 
     @classmethod
     def find(cls, group: Backend) -> OperationQueue | None:
         """The group's queue, if there is one."""
-        found = group.attachments.get(cls._KEY)
-        assert found is None or isinstance(found, OperationQueue)
-        return found
+        return group.attachments.get(cls._KEY)
 
     def submit(self, reserve: Callable[[], int], job: Callable[[int], None]) -> None:
         """Reserve a position among the group's collectives and queue ``job(sequence)``, which must not raise.
@@ -287,18 +270,17 @@ class OperationQueue:
             del job  # or a result would live until the next job comes
 
 
-_making = threading.Lock()
 T = TypeVar("T")
 
 
-class PreparedCall(msgspec.Struct, Generic[T], frozen=True, kw_only=True, eq=False):
+class PreparedCall(msgspec.Struct, Generic[T_co], frozen=True, kw_only=True, eq=False):
     """A collective call, ready to run."""
 
     op: CollectiveOp
     group: Backend
     engine: CollectiveEngine
     run: Callable[[int], object] | None = None  # at a position among the group's collectives; None runs `op` as it is
-    finish: Callable[[], T]  # makes the user's result, in the thread that waits for it
+    finish: Callable[[], T_co]  # makes the user's result, in the thread that waits for it
 
 
 class CoalescingContext(Protocol):
@@ -326,7 +308,7 @@ def refuse_in_coalesce(name: str) -> None:
         )
 
 
-def run_at(call: PreparedCall[T], sequence: int) -> None:
+def run_at(call: PreparedCall[object], sequence: int) -> None:
     """Run a call at a position among the group's collectives."""
     op = call.op
     if call.run is not None:
@@ -337,7 +319,7 @@ def run_at(call: PreparedCall[T], sequence: int) -> None:
     call.engine.run(op, sequence)
 
 
-def _run(call: PreparedCall[T], sequence: int) -> None:
+def _run(call: PreparedCall[object], sequence: int) -> None:
     """Run a call in inference mode: inference tensors can only be written to there, other tensors everywhere."""
     try:
         with torch.inference_mode():
@@ -360,7 +342,7 @@ def submit(call: PreparedCall[T]) -> PendingCollective[T]:
     """Start a call: its position among the group's collectives is reserved now."""
     block = collector.get()
     if block is not None:
-        return block.collect(call)  # type: ignore[arg-type, return-value]
+        return block.collect(call)  # type: ignore[return-value]
     engine = call.engine
     if getattr(engine, "enqueue", False):
         return _enqueue(call, cast("StreamEngine", engine))
@@ -392,7 +374,7 @@ def _run_job(call: PreparedCall[T], pending: QueuedCollective[T], handoff: Strea
     except BaseException as error:  # noqa: BLE001 - wait() raises it
         pending.fail(error)
     else:
-        pending.succeed(call.finish, order=None if handoff is None else handoff.take)
+        pending.succeed(call.finish, order=None if handoff is None else handoff.wait_on_stream)
 
 
 def _enqueue(call: PreparedCall[T], engine: StreamEngine) -> PendingCollective[T]:

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     import argparse
 
     from ferrodist.demo.display import TrainingDisplay
-    from ferrodist.demo.results import Comparison, History, RunResult
+    from ferrodist.demo.results import RunResult
 
 _MIN_ACCURACY = 0.97
-_MAX_RANKS = 48  # one image of each batch for every rank
+_MAX_RANKS = 48  # one image of each batch (`results.BATCH_SIZE`) for every rank
 _MAX_EPOCHS = 100_000
 _REQUIRED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DemoOptions:
     """The options of the demo; a ValueError names an option that is out of range."""
 
@@ -56,9 +56,8 @@ class DemoOptions:
 
 def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``ferrodist demo``."""
-    parser.add_argument("--ranks", type=int, metavar="N", help="ranks (default %(default)s)")
-    parser.add_argument("--epochs", type=int, metavar="N", help="epochs (default %(default)s)")
-    parser.add_argument("--seed", type=int, metavar="N", help="seed (default %(default)s)")
+    for name in ("ranks", "epochs", "seed"):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{name} (default %(default)s)")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="where the plot goes (default %(default)s)")
     # Not from an instance, whose checks are for those who run the demo.
     parser.set_defaults(**{option.name: option.default for option in fields(DemoOptions)})
@@ -66,7 +65,7 @@ def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
 
 def demo_options(arguments: argparse.Namespace) -> DemoOptions:
     """Turn parsed arguments into options; ValueError also for more ranks than this host allows."""
-    options = DemoOptions(ranks=arguments.ranks, epochs=arguments.epochs, seed=arguments.seed, plot=arguments.plot)
+    options = DemoOptions(arguments.ranks, arguments.epochs, arguments.seed, arguments.plot)
     check_rank_count("--ranks", options.ranks)
     return options
 
@@ -81,7 +80,6 @@ def run_demo(options: DemoOptions) -> int:
         print_warning(missing)
         return 1
     from ferrodist.demo.display import TrainingDisplay, save_plot  # noqa: PLC0415 - needs the extra
-    from ferrodist.demo.results import compare_weights  # noqa: PLC0415 - needs NumPy
 
     results: list[RunResult] = []
     with TrainingDisplay() as display:
@@ -92,58 +90,53 @@ def run_demo(options: DemoOptions) -> int:
             results.append(outcome)
     one, several = results
     save_plot(options.plot, one.history, several.history, num_ranks=options.ranks, min_accuracy=_MIN_ACCURACY)
-    return _report(options, one, several, compare_weights(one.weights[0], several.weights[0], len(one.history.losses)))
+    return _report(options, one, several)
 
 
 def _train(options: DemoOptions, num_ranks: int, display: TrainingDisplay) -> RunResult | int:
     """Train in new processes; returns the result, or the launcher's exit code when it failed."""
-    from ferrodist.demo.results import ProgressPipe, read_result  # noqa: PLC0415 - needs NumPy
+    from ferrodist.demo.results import progress_pipe, read_result  # noqa: PLC0415 - needs NumPy
 
     display.begin(counted(num_ranks, "rank"))
-    with tempfile.TemporaryDirectory(prefix="ferrodist-demo-") as name:
-        folder = Path(name)
-        pipe = folder / "progress"
-        words = ("--folder", folder, "--progress", pipe, "--epochs", options.epochs, "--seed", options.seed)
+    with tempfile.TemporaryDirectory(prefix="ferrodist-demo-") as folder:
         spec = LaunchSpec(
             program="ferrodist.demo.worker",
-            arguments=tuple(map(str, words)),
+            arguments=(folder, str(options.epochs), str(options.seed)),
             kind=ProgramKind.MODULE,
             nproc_per_node=num_ranks,
         )
-        with ProgressPipe(pipe, display.show):
+        with progress_pipe(Path(folder, "progress"), display.show):
             code = launch(spec)
-        return read_result(folder, num_ranks) if code == 0 else code
+        return read_result(Path(folder), num_ranks) if code == 0 else code
 
 
-def _report(options: DemoOptions, one: RunResult, several: RunResult, comparison: Comparison) -> int:
+def _report(options: DemoOptions, one: RunResult, several: RunResult) -> int:
     """Print the comparison; returns the exit code."""
-    from ferrodist.demo.results import are_identical  # noqa: PLC0415 - needs NumPy
+    from ferrodist.demo.results import BATCH_SIZE, EPS, are_identical, compare_weights  # noqa: PLC0415 - needs NumPy
 
-    ranks, history, identical = counted(options.ranks, "rank"), several.history, are_identical(several.weights)
+    history, num_steps = several.history, len(several.history.losses)
     lowest = min(one.history.accuracies[-1], history.accuracies[-1])
+    comparison = compare_weights(one.weights[0], several.weights[0], num_steps)
+    ranks, identical = counted(options.ranks, "rank"), are_identical(several.weights)
     checks = {
         f"test accuracy is below {_MIN_ACCURACY:.0%}": lowest >= _MIN_ACCURACY,
         f"the {ranks} hold different weights": identical,
-        "the weights differ by more than rounding explains": comparison.is_within_bound,
+        "the weights differ by more than rounding explains": comparison.absolute <= comparison.bound,
     }
     failures = [failure for failure, passed in checks.items() if not passed]
     same = "the same weights, bit for bit" if identical else "DIFFERENT weights"
+    images = f"{history.num_train} images of handwritten digits in global batches of {BATCH_SIZE}"
+    factors = f"eps {EPS:.1e} x {num_steps} steps x largest weight {comparison.largest_weight:.2f}"
     lines = [
         "",
-        (
-            f"{history.num_train} images of handwritten digits in global batches of {history.batch_size},"
-            f" {options.epochs} epochs, {len(history.losses)} steps; {history.num_test} images for the test."
-        ),
-        _run_line("1 rank", one.history),
-        _run_line(f"{ranks} over TCP", history),
+        f"{images}, {options.epochs} epochs, {num_steps} steps; {history.num_test} images for the test.",
+        _run_line("1 rank", one),
+        _run_line(f"{ranks} over TCP", several),
         "",
         f"The {ranks} hold {same}. Compared with 1 rank:",
         f"  largest difference of a weight: {comparison.absolute:.1e}",
         f"  relative to its tensor's largest weight: {comparison.relative:.1e}",
-        (
-            f"  allowed: {comparison.bound:.1e}, which is float32 eps {comparison.eps:.1e}"
-            f" x {comparison.num_steps} steps x largest weight {comparison.largest_weight:.2f}"
-        ),
+        f"  allowed: {comparison.bound:.1e}, which is float32 {factors}",
         "  Seeds, batches and updates are the same; only the order in which a batch is summed is not, and float32",
         "  rounds each sum. The bound lets each step move a weight by one unit in its last place: a rule of thumb,",
         "  for later steps may enlarge or damp a difference.",
@@ -156,5 +149,6 @@ def _report(options: DemoOptions, one: RunResult, several: RunResult, comparison
     return 1 if failures else 0
 
 
-def _run_line(title: str, history: History) -> str:
+def _run_line(title: str, run: RunResult) -> str:
+    history = run.history
     return f"  {title:<18} test accuracy {history.accuracies[-1]:.2%}, trained in {history.seconds:.1f} s"

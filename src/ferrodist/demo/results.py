@@ -6,25 +6,24 @@ signals: so progress has a named pipe, and a thread that reads it. The files are
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from io import RawIOBase
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from io import FileIO
     from pathlib import Path
 
-    from typing_extensions import Self
+BATCH_SIZE = 48  # images in a step, over all ranks
+EPS = float(np.finfo(np.float32).eps)  # the distance from 1 to the next larger float32
 
-_HISTORY = "history.json"
 
-
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class Progress(msgspec.Struct, frozen=True):
     """The state of a run after a step; ``accuracy`` is given at the end of an epoch."""
 
     step: int
@@ -34,53 +33,47 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: float | None = None
 
 
-def write_progress(pipe: RawIOBase, progress: Progress) -> None:
+def write_progress(pipe: FileIO, progress: Progress) -> None:
     """Send the state from rank 0 to the command."""
     pipe.write(msgspec.json.encode(progress) + b"\n")
 
 
-class ProgressPipe:
-    """The command's end of the pipe, which it creates; open inside the ``with`` block.
-
-    ``show`` is called with each state in a thread; an error that it raises is raised when the block ends.
-    """
-
-    def __init__(self, path: Path, show: Callable[[Progress], None]) -> None:
-        os.mkfifo(path, mode=0o600)
-        # For reading and writing: neither end then waits for the other, and a rank's end is not the end of the pipe.
-        self._file = os.fdopen(os.open(path, os.O_RDWR), "rb", buffering=0)
-        self._show = show
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="ferrodist-demo-progress", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.write(self._file.fileno(), b"\n")  # an empty line: the end
-        self._thread.join()
-        self._file.close()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        pending = b""
-        while True:
-            *lines, pending = (pending + self._file.read(4096)).split(b"\n")
-            for line in lines:
-                if not line:
-                    return
-                if self._error is None:
-                    try:
-                        self._show(msgspec.json.decode(line, type=Progress))
-                    # Raised later: unread, the pipe would fill and stop rank 0. rich raises SystemExit when the reader
-                    # of its output has left.
-                    except BaseException as error:  # noqa: BLE001
-                        self._error = error
+@contextlib.contextmanager
+def progress_pipe(path: Path, show: Callable[[Progress], None]) -> Iterator[None]:
+    """Create the pipe, and call ``show`` with each state in a thread; an error that it raises is raised at the end."""
+    os.mkfifo(path, mode=0o600)
+    errors: list[BaseException] = []
+    # For reading and writing: neither end then waits for the other, and a rank's end is not the end of the pipe.
+    with os.fdopen(os.open(path, os.O_RDWR), "rb", buffering=0) as pipe:
+        arguments = pipe, show, errors
+        thread = threading.Thread(target=_show_progress, args=arguments, name="ferrodist-demo-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            os.write(pipe.fileno(), b"\n")  # an empty line: the end
+            thread.join()
+    if errors:
+        raise errors[0]
 
 
-class History(msgspec.Struct, frozen=True, kw_only=True):
+def _show_progress(pipe: FileIO, show: Callable[[Progress], None], errors: list[BaseException]) -> None:
+    pending = b""
+    while True:
+        *lines, pending = (pending + pipe.read(4096)).split(b"\n")
+        for line in lines:
+            if not line:
+                return
+            try:
+                if not errors:
+                    show(msgspec.json.decode(line, type=Progress))
+            # Raised later: unread, the pipe would fill and stop rank 0. rich raises SystemExit when the reader of its
+            # output has left.
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+
+
+class History(msgspec.Struct, frozen=True):
     """The history of a training; ``seconds`` are without the start of processes."""
 
     losses: list[float]  # of the global batch at each step, before the step
@@ -88,42 +81,28 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     num_train: int
     num_test: int
-    batch_size: int  # over all ranks
 
 
-class RunResult(msgspec.Struct, frozen=True, kw_only=True):
+class RunResult(NamedTuple):
     """A finished run: rank 0's history, and each rank's parameters by name."""
 
     history: History
-    weights: list[dict[str, Any]]
+    weights: Sequence[Mapping[str, Any]]
 
 
-def write_history(folder: Path, history: History) -> None:
-    """Write rank 0's history."""
-    (folder / _HISTORY).write_bytes(msgspec.json.encode(history))
-
-
-def write_weights(folder: Path, rank: int, weights: Mapping[str, Any]) -> None:
-    """Write one rank's parameters: NumPy arrays by name."""
-    np.savez(_weights_file(folder, rank), allow_pickle=False, **weights)
+def write_result(folder: Path, rank: int, weights: Mapping[str, Any], history: History) -> None:
+    """Write one rank's parameters, NumPy arrays by name, and its history."""
+    np.savez(folder / f"{rank}.npz", allow_pickle=False, **weights)
+    (folder / f"{rank}.json").write_bytes(msgspec.json.encode(history))
 
 
 def read_result(folder: Path, num_ranks: int) -> RunResult:
     """Read the files of a finished run."""
-    history = msgspec.json.decode((folder / _HISTORY).read_bytes(), type=History)
-    weights: list[dict[str, Any]] = []
-    for rank in range(num_ranks):
-        with np.load(_weights_file(folder, rank), allow_pickle=False) as arrays:
-            weights.append({name: arrays[name] for name in arrays.files})
-    return RunResult(history=history, weights=weights)
+    weights = [dict(np.load(folder / f"{rank}.npz", allow_pickle=False)) for rank in range(num_ranks)]
+    return RunResult(msgspec.json.decode((folder / "0.json").read_bytes(), type=History), weights)
 
 
-def _weights_file(folder: Path, rank: int) -> Path:
-    return folder / f"weights-of-rank-{rank}.npz"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(NamedTuple):
     """The difference between the weights of two runs.
 
     [Note: bound]
@@ -139,37 +118,20 @@ class Comparison:
 
     absolute: float  # the largest difference of two weights
     relative: float  # the largest difference within a tensor, divided by its largest weight; the largest of all tensors
-    bound: float  # the allowed value of `absolute`
-    eps: float  # the distance from 1 to the next larger float32
-    num_steps: int
+    bound: float  # the allowed value of `absolute`; a NaN is not within it
     largest_weight: float  # the largest absolute value of a weight
-
-    @property
-    def is_within_bound(self) -> bool:
-        """Return whether rounding explains the difference; not for NaN."""
-        return self.absolute <= self.bound
 
 
 def compare_weights(one: Mapping[str, Any], other: Mapping[str, Any], num_steps: int) -> Comparison:
     """Compare two models' parameters: NumPy arrays of float32, by name."""
-    differences = {name: float(np.abs(one[name] - other[name]).max()) for name in one}
-    sizes = {name: float(np.abs(one[name]).max()) for name in one}
-    eps = float(np.finfo(np.float32).eps)
-    largest = max(sizes.values())
-    return Comparison(
-        absolute=float(np.max(list(differences.values()))),
-        relative=float(np.max([differences[name] / max(sizes[name], eps) for name in one])),
-        bound=eps * num_steps * largest,
-        eps=eps,
-        num_steps=num_steps,
-        largest_weight=largest,
-    )
+    differences = [float(np.abs(one[name] - other[name]).max()) for name in one]
+    sizes = [float(np.abs(weight).max()) for weight in one.values()]
+    relative = [difference / max(size, EPS) for difference, size in zip(differences, sizes, strict=True)]
+    largest = max(sizes)
+    return Comparison(float(np.max(differences)), float(np.max(relative)), EPS * num_steps * largest, largest)
 
 
 def are_identical(weights: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether all ranks hold the same weights, bit for bit."""
-    first = weights[0]
-    return all(
-        other.keys() == first.keys() and all(other[name].tobytes() == first[name].tobytes() for name in first)
-        for other in weights[1:]
-    )
+    bits = [{name: weight.tobytes() for name, weight in model.items()} for model in weights]
+    return all(model == bits[0] for model in bits)

@@ -8,7 +8,6 @@ divided by the size of the whole batch, so that shards need not be of equal size
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from ferrodist.collectives.arguments import compute_shard_sizes
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.demo.results import History, Progress
+from ferrodist.demo.results import BATCH_SIZE, History, Progress
 from ferrodist.parallel.ddp import DDP
 
 if TYPE_CHECKING:
@@ -26,35 +25,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-BATCH_SIZE = 48  # images in a step, over all ranks
-
-_LEARNING_RATE = 0.05
 _SPLIT_SEED = 0  # the test images are the same whatever --seed says
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Digits:
-    """Scikit-learn's 1797 handwritten digits, which come with the package; training never sees the fifth for the test.
-
-    Images have shape (N, 1, 8, 8) and values from -1 to 1, labels shape (N,) and values 0 to 9.
-    """
-
-    train_images: torch.Tensor
-    train_labels: torch.Tensor
-    test_images: torch.Tensor
-    test_labels: torch.Tensor
-
-    @classmethod
-    def load(cls) -> Digits:
-        """Read the digits, and split them."""
-        digits = load_digits()
-        images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
-        labels = torch.tensor(digits.target)
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(_SPLIT_SEED))
-        test, rest = order[: len(order) // 5], order[len(order) // 5 :]
-        return cls(
-            train_images=images[rest], train_labels=labels[rest], test_images=images[test], test_labels=labels[test]
-        )
 
 
 def make_model(seed: int) -> torch.nn.Module:
@@ -86,36 +57,35 @@ def make_model(seed: int) -> torch.nn.Module:
 def train(
     group: Backend, *, num_epochs: int, seed: int, on_progress: Callable[[Progress], None]
 ) -> tuple[dict[str, torch.Tensor], History]:
-    """Train on the ranks of ``group``, which all call this alike; returns the parameters by name, and the history."""
-    digits = Digits.load()
-    ddp = DDP(make_model(seed), group)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=_LEARNING_RATE, momentum=0.9, nesterov=True)
-    num_train = len(digits.train_labels)
+    """Train on scikit-learn's 1797 handwritten digits; returns the parameters by name, and the history.
+
+    All ranks of ``group`` call this alike.
+    """
+    digits = load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(_SPLIT_SEED))
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)[order] / 8 - 1  # N x 1 x 8 x 8, from -1 to 1
+    labels = torch.tensor(digits.target)[order]
+    num_test = len(order) // 5  # the first ones, which training never sees
+    num_train = len(order) - num_test
     num_steps = num_epochs * (num_train // BATCH_SIZE)
+    ddp = DDP(make_model(seed), group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
     shuffle = torch.Generator().manual_seed(seed)
     losses: list[float] = []
     accuracies: list[float] = []
     begin = time.perf_counter()
     for epoch in range(1, num_epochs + 1):
-        order = torch.randperm(num_train, generator=shuffle)
+        order = num_test + torch.randperm(num_train, generator=shuffle)
         for batch in torch.split(order, BATCH_SIZE)[: num_train // BATCH_SIZE]:
-            losses.append(_step(ddp, optimizer, digits.train_images[batch], digits.train_labels[batch], group))
+            losses.append(_step(ddp, optimizer, images[batch], labels[batch], group))
             schedule.step()
-            on_progress(Progress(step=len(losses), num_steps=num_steps, epoch=epoch, loss=losses[-1]))
-        accuracies.append(_accuracy(ddp, digits, group))
-        on_progress(
-            Progress(step=len(losses), num_steps=num_steps, epoch=epoch, loss=losses[-1], accuracy=accuracies[-1])
-        )
-    history = History(
-        losses=losses,
-        accuracies=accuracies,
-        seconds=time.perf_counter() - begin,
-        num_train=num_train,
-        num_test=len(digits.test_labels),
-        batch_size=BATCH_SIZE,
-    )
-    return ddp.state_dict(), history
+            on_progress(Progress(len(losses), num_steps, epoch, losses[-1]))
+        with torch.no_grad():
+            hits = ddp(images[:num_test]).argmax(dim=1) == labels[:num_test]
+        accuracies.append(hits.double().mean().item())
+        on_progress(Progress(len(losses), num_steps, epoch, losses[-1], accuracies[-1]))
+    return ddp.state_dict(), History(losses, accuracies, time.perf_counter() - begin, num_train, num_test)
 
 
 def _step(
@@ -123,7 +93,7 @@ def _step(
 ) -> float:
     """Train on this rank's shard of a batch; returns the loss of the whole batch."""
     sizes = compute_shard_sizes(len(labels), group.world_size)
-    own_images, own_labels = torch.split(images, sizes)[group.rank], torch.split(labels, sizes)[group.rank]
+    own_images, own_labels = (torch.split(whole, sizes)[group.rank] for whole in (images, labels))
     optimizer.zero_grad()
     summed = cross_entropy(ddp(own_images), own_labels, reduction="sum", label_smoothing=0.1)
     # DDP averages gradients over the ranks; this makes it a sum.
@@ -131,14 +101,3 @@ def _step(
     torch.autograd.backward(loss)
     optimizer.step()
     return allreduce(loss.detach(), ReduceOp.MEAN, group=group).item()
-
-
-@torch.no_grad()
-def _accuracy(ddp: DDP, digits: Digits, group: Backend) -> float:
-    """The accuracy on all test images; each rank classifies its shard."""
-    sizes = compute_shard_sizes(len(digits.test_labels), group.world_size)
-    images, labels = (torch.split(of, sizes)[group.rank] for of in (digits.test_images, digits.test_labels))
-    ddp.eval()
-    num_right = (ddp(images).argmax(dim=1) == labels).sum()
-    ddp.train()
-    return allreduce(num_right, group=group).item() / len(digits.test_labels)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING
 
-from ferrodist.launch.process_watch import signal_name
+from ferrodist.launch.process_watch import RankExit, signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ferrodist.launch.process_watch import RankExit
     from ferrodist.launch.worker_group import GroupOutcome
 
 _MAX_TAIL_LINE = 500
@@ -78,14 +77,11 @@ def stop_report(outcome: GroupOutcome) -> str:
 
 def _related_exits(title: str, exits: Iterable[RankExit], first: RankExit) -> list[str]:
     """Return one line on exits related to the first failure, if any."""
-    text = ", ".join(_describe_related(exit_, first) for exit_ in exits)
-    return [f"  {title}: {text}"] if text else []
-
-
-def _describe_related(exit_: RankExit, first: RankExit) -> str:
-    code = describe_exit(exit_.code).partition(" (")[0]
-    later = exit_.elapsed - first.elapsed
-    return f"rank {exit_.rank} ({code}, {abs(later):.3f} s {'later' if later >= 0 else 'earlier'})"
+    parts = []
+    for exit_ in exits:
+        code, later = describe_exit(exit_.code).partition(" (")[0], exit_.elapsed - first.elapsed
+        parts.append(f"rank {exit_.rank} ({code}, {abs(later):.3f} s {'later' if later >= 0 else 'earlier'})")
+    return [f"  {title}: {', '.join(parts)}"] if parts else []
 
 
 def _kill_note(outcome: GroupOutcome) -> str:

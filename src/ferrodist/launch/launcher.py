@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ferrodist.launch.failure_report import failure_report, stop_report
 from ferrodist.launch.mpi import PmiServer, run_mpiexec
@@ -32,7 +32,6 @@ from ferrodist.rendezvous.secret import make_secret
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Any
 
 _STDOUT, _STDERR = 1, 2
 
@@ -64,12 +63,9 @@ def launch(spec: LaunchSpec) -> int:
     with _sinks(spec) as sinks, SignalInbox() as inbox:
         for restart_count in range(max_attempts):
             with contextlib.nullcontext(spec.master_port) if spec.master_port else reserved_port() as port:
+                address = spec.master_addr or LOOPBACK
                 attempt = Attempt(
-                    master_addr=spec.master_addr or LOOPBACK,
-                    master_port=port,
-                    run_id=run_id,
-                    secret=secret,
-                    restart_count=restart_count,
+                    master_addr=address, master_port=port, run_id=run_id, secret=secret, restart_count=restart_count
                 )
                 outcome = _run_attempt(spec, attempt, inbox, sinks)
             restarts = outcome.first_failure is not None and outcome.stopped_by is None
@@ -216,11 +212,7 @@ def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
     command = arguments.command[arguments.command[0] == "--" :]
     if not command:
         raise ValueError("there is nothing after --; name the program to run")
-    kind = ProgramKind.SCRIPT
-    if arguments.module:
-        kind = ProgramKind.MODULE
-    elif arguments.no_python:
-        kind = ProgramKind.EXECUTABLE
+    python_kind = ProgramKind.MODULE if arguments.module else ProgramKind.SCRIPT
     address, port = arguments.master_addr, arguments.master_port
     if arguments.rdzv_endpoint is not None:
         if address is not None or port is not None:
@@ -230,7 +222,7 @@ def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
     return LaunchSpec(
         program=command[0],
         arguments=tuple(command[1:]),
-        kind=kind,
+        kind=ProgramKind.EXECUTABLE if arguments.no_python else python_kind,
         nproc_per_node=1 if arguments.nproc_per_node is None else arguments.nproc_per_node,
         nnodes=nnodes,
         node_rank=arguments.node_rank,

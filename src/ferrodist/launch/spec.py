@@ -111,32 +111,27 @@ _DESCRIPTORS_PER_RANK = 3
 _DESCRIPTORS_RESERVED = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLimit:
-    """The most ranks that can be started."""
+def rank_limit() -> tuple[float, str]:
+    """Return the most ranks that can be started (math.inf without a limit), and that limit with how to see it.
 
-    num_ranks: float  # math.inf without a limit
-    reason: str  # the limit, and how to see it
-
-
-def rank_limit() -> RankLimit:
-    """Return the narrower of the limits on processes and on descriptors; usage by others is not counted."""
+    It is the narrower of the limits on processes and on descriptors; usage by others is not counted.
+    """
     descriptors = (_soft_limit(resource.RLIMIT_NOFILE) - _DESCRIPTORS_RESERVED) / _DESCRIPTORS_PER_RANK
     # The kernel does not hold root to its number of processes.
     processes = math.inf if os.geteuid() == 0 else _soft_limit(resource.RLIMIT_NPROC)
     if descriptors <= processes:
         fitting = max(1, math.floor(descriptors)) if math.isfinite(descriptors) else math.inf
-        return RankLimit(num_ranks=fitting, reason="open files (ulimit -n)")
-    return RankLimit(num_ranks=processes, reason="processes (ulimit -u)")
+        return fitting, "open files (ulimit -n)"
+    return processes, "processes (ulimit -u)"
 
 
 def check_rank_count(option: str, count: int) -> None:
     """Raise ValueError, naming the command-line option, if this host does not allow so many ranks."""
-    limit = rank_limit()
-    if count > limit.num_ranks:
+    most, reason = rank_limit()
+    if count > most:
         raise ValueError(
-            f"{option} {count} is more than this host allows: {counted(limit.num_ranks, 'rank')},"
-            f" for the limit on {limit.reason}; start fewer, or raise that limit"
+            f"{option} {count} is more than this host allows: {counted(most, 'rank')},"
+            f" for the limit on {reason}; start fewer, or raise that limit"
         )
 
 
@@ -243,12 +238,9 @@ class LaunchSpec:
             raise ValueError(f"--master-port must be 1 to 65535, not {self.master_port}")
         if self.nnodes == 1:
             return
-        needed = {
-            "--node-rank": self.node_rank,
-            "--master-addr": self.master_addr,
-            "--master-port": self.master_port,
-        }
-        missing = [option for option, value in needed.items() if value is None]
+        options = ("--node-rank", "--master-addr", "--master-port")
+        values = (self.node_rank, self.master_addr, self.master_port)
+        missing = [option for option, value in zip(options, values, strict=True) if value is None]
         if missing:
             raise ValueError(
                 f"{self.nnodes} hosts need {', '.join(missing)}: give each host its own --node-rank, and all "

@@ -47,9 +47,7 @@ _STDIN = 0
 _MAX_POLL_SECONDS = 3600.0  # poll() counts milliseconds in a C int
 
 # Exit codes of a rank that was asked to end: the signals themselves, and as a shell or a handler reports them.
-_STOPPED_CODES = frozenset(
-    {0, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGKILL},
-)
+_STOPPED_CODES = {0, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGKILL}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +97,6 @@ class GroupOutcome:
         return _shell_code(own[0]) if own else 128 + self.stopped_by
 
 
-def _stdin_is_terminal() -> bool:
-    return sys.__stdin__ is not None and os.isatty(_STDIN)
-
-
 def _shell_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
@@ -140,12 +134,9 @@ class WorkerGroup:
             for rank in self._ranks:
                 self._start(rank)
         except BaseException:
-            self._close()
+            self.__exit__()
             raise
         return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self._close()
 
     def run(self) -> GroupOutcome:
         """Watch until every rank has ended and its output is written.
@@ -223,7 +214,8 @@ class WorkerGroup:
         if stream is not None:
             with stream:
                 source = os.dup(stream.fileno())
-            self._pump.add(source, sink, prefixer, prompts=on_terminal and rank.owns_stdin and _stdin_is_terminal())
+            has_user = rank.owns_stdin and sys.__stdin__ is not None and os.isatty(_STDIN)
+            self._pump.add(source, sink, prefixer, prompts=on_terminal and has_user)
         return prefixer
 
     def _poll(self) -> frozenset[int]:
@@ -256,14 +248,8 @@ class WorkerGroup:
         if code != 0 and not stopped:
             self._pump.catch_up(self._stderr_prefixers[rank])
             is_secondary = is_secondary_failure(self._stderr_prefixers[rank].tail, rank)
-        exit_ = RankExit(
-            rank=rank,
-            pid=pid,
-            code=code,
-            elapsed=self._clock.elapsed(),
-            stopped=stopped,
-            is_secondary=is_secondary,
-        )
+        elapsed = self._clock.elapsed()
+        exit_ = RankExit(rank=rank, pid=pid, code=code, elapsed=elapsed, stopped=stopped, is_secondary=is_secondary)
         self._exits.append(exit_)
         if code == 0 or self._stopping:
             return
@@ -335,7 +321,7 @@ class WorkerGroup:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signum)
 
-    def _close(self) -> None:
+    def __exit__(self, *_exception: object) -> None:
         """Kill, reap and close everything."""
         self._signal_groups(signal.SIGKILL)
         for process in self._processes.values():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from typing_extensions import override
 
-from ferrodist.arguments import check_int
+from ferrodist.arguments import check_int, check_type
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.reduce import allreduce
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-MAX_BYTES = 25 << 20
-"""Size limit of a message."""
+MAX_BYTES = 25 << 20  # size limit of a message
 
 
 class FlatAverager:
@@ -43,10 +42,8 @@ class FlatAverager:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, model_id: int) -> None:
         self.parameters = parameters
-        self.tensors: dict[str, torch.Tensor] = {}
-        """The means by name, after `average`."""
-        self._group = group
-        self._model_id = model_id
+        self.tensors: dict[str, torch.Tensor] = {}  # the means by name, after `average`
+        self._group, self._model_id = group, model_id
         self._flats: list[torch.Tensor] = []
         names, values = list(parameters), list(parameters.values())
         for spec in compute_bucket_assignment(values, MAX_BYTES):
@@ -91,8 +88,7 @@ class LocalSGD:
     replaced, nor change their dtype.
 
     A group may have several; every rank makes them, and calls their `step`, in the same order. To resume from a file,
-    save the module and `state_dict` when `step` has averaged; load the module, make the LocalSGD, and then load its
-    state.
+    save the module and `state_dict` when `step` has averaged; load the module, make the LocalSGD, and load its state.
 
     Args:
         module: The module; it must be the same on all ranks, which is checked.
@@ -109,8 +105,7 @@ class LocalSGD:
     def __init__(
         self, module: torch.nn.Module, group: Backend | None = None, *, period: int, start_step: int = 0
     ) -> None:
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"{type(self).__name__} averages a torch.nn.Module, not {type(module).__name__}")
+        check_type(module, torch.nn.Module, f"{type(self).__name__} averages a torch.nn.Module")
         self.period = check_int("period", period, min=1)
         self.start_step = check_int("start_step", start_step, min=0)
         self.num_steps = 0
@@ -193,12 +188,12 @@ class LocalSGD:
             "Every rank of the group must do so, at the same point of its program.",
         ):
             settings = all_gather_object(own_settings, group=self._group)
-        differing = [rank for rank, theirs in enumerate(settings) if theirs != settings[0]]
+        differing = tuple(rank for rank, theirs in enumerate(settings) if theirs != settings[0])
         if differing:
             raise CollectiveMismatchError(
                 f"the ranks of group {self._group.name!r} would average at different steps: rank {differing[0]} has"
                 f" {settings[differing[0]]} where rank 0 has {settings[0]}. Give all ranks the same.",
-                ranks=tuple(differing),
+                ranks=differing,
             )
 
     def _check_parameters(self) -> None:
@@ -243,12 +238,11 @@ class DiLoCo(LocalSGD):
     own optimizers keep their state.
 
     The last common parameters are stored. So call `reset` after loading other values into the module: loading can't be
-    told from training. A parameter that was frozen or unfrozen since then takes the plain mean once.
+    told from training; the outer optimizer's state stays. A parameter that was frozen or unfrozen since then takes the
+    plain mean once.
 
     Args:
-        module: As for `LocalSGD`.
-        group: As for `LocalSGD`.
-        period: As for `LocalSGD`; the paper's is 500.
+        module, group, period: As for `LocalSGD`; the paper's period is 500.
         outer_optimizer: Function that makes the outer optimizer of the parameters that it is given, equal on all ranks;
             None is SGD with learning rate 0.7 and Nesterov momentum 0.9, the paper's. Frozen parameters are among them;
             they have no gradient.
@@ -272,18 +266,11 @@ class DiLoCo(LocalSGD):
         super().__init__(module, group, period=period)
         self.outer_optimizer = make(list(self._outer.values()))
         """The outer optimizer."""
-        if not isinstance(self.outer_optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                "outer_optimizer must be a function that returns a torch.optim.Optimizer, not"
-                f" {type(self.outer_optimizer).__name__}"
-            )
+        expected = "outer_optimizer must be a function that returns a torch.optim.Optimizer"
+        check_type(self.outer_optimizer, torch.optim.Optimizer, expected)
 
+    @override
     def reset(self) -> None:
-        """Continue on all ranks from rank 0's present parameters and buffers; every rank calls it.
-
-        Call it after values changed in another way than by training, such as loading. ``num_steps`` and the outer
-        optimizer's state stay.
-        """
         super().reset()
         for name, parameter in self._parameters.items():
             if parameter.is_floating_point() or parameter.is_complex():

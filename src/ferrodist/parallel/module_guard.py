@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import starmap
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,6 @@ from ferrodist.torch_private.autograd import base_of, current_graph_task, versio
 from ferrodist.torch_private.modules import own_modules, own_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
     from ferrodist.backends.base import Backend
 
 
@@ -120,9 +118,7 @@ class ModuleGuard:
     """
 
     def __init__(self, module: torch.nn.Module, wrapper: str, *, exchanges_parameters: bool = False) -> None:
-        self._module = module
-        self._wrapper = wrapper
-        self._exchanges = exchanges_parameters
+        self._module, self._wrapper, self._exchanges = module, wrapper, exchanges_parameters
         self._named = dict(module.named_parameters(remove_duplicate=False))
         self._parameters = tuple(module.parameters())
         self._requires_grad = self._read_requires_grad()

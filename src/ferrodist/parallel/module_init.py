@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -17,7 +17,6 @@ from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from typing import TypeAlias
 
     from ferrodist.backends.base import Backend
     from ferrodist.deadline import Deadline
@@ -46,7 +45,9 @@ def verify_across_ranks(
         "Every rank of the group must make it, at the same point of its program.",
     ):
         expected = broadcast_object(list(lines), group=group, timeout=deadline.remaining())
-        answer = [_first_difference(lines, expected, group.rank), refusal if failure is None else str(failure)]
+        pairs = zip_longest(lines, expected, fillvalue="nothing more")
+        found = (f"rank {group.rank} has {own} where rank 0 has {other}" for own, other in pairs if own != other)
+        answer = [next(found, None), refusal if failure is None else str(failure)]
         answers = all_gather_object(answer, group=group, timeout=deadline.remaining())
     refused = {rank: reason for rank, (_, reason) in enumerate(answers) if reason is not None}
     if failure is not None:
@@ -61,13 +62,6 @@ def verify_across_ranks(
             " the same module, with the same options, on every rank.",
             ranks=tuple(differing),
         )
-
-
-def _first_difference(mine: Sequence[str], expected: Sequence[str], rank: int) -> str | None:
-    for own, other in zip_longest(mine, expected, fillvalue="nothing more"):
-        if own != other:
-            return f"rank {rank} has {own} where rank 0 has {other}"
-    return None
 
 
 def describe(name: str, tensor: torch.Tensor) -> str:
@@ -107,24 +101,19 @@ def write_obstacle(tensor: torch.Tensor) -> str:
 
 def find_unsynchronised_batch_norm(module: torch.nn.Module, group: Backend) -> str | None:
     """A sentence about the first `torch.nn.SyncBatchNorm` that wouldn't synchronise over this group, or None."""
+    distributed = torch.distributed
+    has_torch_group = distributed.is_available() and distributed.is_initialized()
     for name, layer in module.named_modules():
-        if isinstance(layer, torch.nn.SyncBatchNorm) and group.world_size > 1 and not _is_synchronised(layer):
+        if not isinstance(layer, torch.nn.SyncBatchNorm) or group.world_size == 1:
+            continue
+        is_on_gpu = all(tensor.device.type != "cpu" for tensor in (*layer.parameters(), *layer.buffers()))
+        if not (has_torch_group and is_on_gpu and distributed.get_world_size(layer.process_group) > 1):
             return (
                 f"{name or 'the module'!r} is a torch.nn.SyncBatchNorm, which would normalise by each rank's batch"
                 " alone (it synchronises on GPUs, and over groups of torch.distributed): call"
                 " ferrodist.convert_sync_batchnorm(module) before"
             )
     return None
-
-
-def _is_synchronised(layer: torch.nn.SyncBatchNorm) -> bool:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return False
-    tensors = [*layer.parameters(), *layer.buffers()]
-    if any(tensor.device.type == "cpu" for tensor in tensors):
-        return False
-    return bool(distributed.get_world_size(layer.process_group) > 1)
 
 
 def has_meta_tensors(module: torch.nn.Module) -> bool:

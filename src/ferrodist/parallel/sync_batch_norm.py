@@ -4,8 +4,7 @@ After S. Ioffe and C. Szegedy, "Batch Normalization", ICML 2015 (https://arxiv.o
 statistics are combined after T. Chan, G. Golub and R. LeVeque, "Updating Formulae and a Pairwise Algorithm for
 Computing Sample Variances", 1979: no rank adds squares of large numbers.
 
-In training a forward is one all_gather of 2 C + 1 numbers from each rank, and a backward one allreduce of 2 C, for C
-channels.
+In training, for C channels, a forward is one all_gather of 2 C + 1 numbers a rank, a backward one allreduce of 2 C.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
+from ferrodist.arguments import check_type
 from ferrodist.backends.non_member import check_group
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.all_gather import all_gather
@@ -28,8 +28,6 @@ from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch.autograd.function import FunctionCtx
 
     from ferrodist.backends.base import Backend
 
@@ -234,8 +232,7 @@ def convert_sync_batchnorm(
         TypeError: ``module`` is not a module, or has a subclass of a batch norm, whose own code would be lost, and
             ``replace`` is None or returned something else than a module. Nothing is changed.
     """
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"convert_sync_batchnorm takes a torch.nn.Module, not {type(module).__name__}")
+    check_type(module, torch.nn.Module, "convert_sync_batchnorm takes a torch.nn.Module")
     if replace is not None and not callable(replace):
         raise TypeError(f"replace must be a function of a layer or None, not {type(replace).__name__}")
     layers = {each: _convert_layer(each, name, group, replace) for name, each in module.named_modules()}

@@ -12,11 +12,9 @@ from typing_extensions import TypeVar
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-WrappedModule = TypeVar("WrappedModule", bound=torch.nn.Module, default=torch.nn.Module)
-"""The type of a wrapper's module."""
+WrappedModule = TypeVar("WrappedModule", bound=torch.nn.Module, default=torch.nn.Module)  # a wrapper's
 
-_MODULE_PREFIX = "module."
-"""Prefix of names in state dicts that torch's DDP has saved."""
+_MODULE_PREFIX = "module."  # prefix of names in state dicts that torch's DDP has saved
 
 
 class TransparentWrapper(torch.nn.Module):

@@ -35,7 +35,7 @@ import secrets
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -49,7 +49,7 @@ from ferrodist.errors import (
     error_from_wire,
     error_to_wire,
 )
-from ferrodist.rendezvous.secret import secret_or_user_secret
+from ferrodist.rendezvous.secret import user_secret
 from ferrodist.rendezvous.session import Connection, Session
 from ferrodist.rendezvous.sockets import (
     apply_deadline,
@@ -64,7 +64,6 @@ from ferrodist.rendezvous.sockets import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
 
 
 class JoinReply(msgspec.Struct, frozen=True, array_like=True):
@@ -238,7 +237,7 @@ def greet(
         OSError: The client closed the connection or was too slow.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    secret = secret_or_user_secret(secret)
+    secret = secret or user_secret()
     version = _read_intro(sock, _CLIENT, deadline)
     if progress is not None:
         progress(HandshakeProgress.SPOKEN)
@@ -327,7 +326,7 @@ def _prove_secret(
 
     client_nonce = secrets.token_bytes(_NONCE_BYTES)
     nonces = client_nonce + server_nonce
-    shared_secret = secret_or_user_secret(secret)
+    shared_secret = secret or user_secret()
     write(sock, client_nonce + _proof(shared_secret, b"client", nonces), deadline)
     answer = read_exactly(sock, 1 + _PROOF_BYTES, deadline)
     is_proven = hmac.compare_digest(answer[1:], _proof(shared_secret, b"server", nonces))

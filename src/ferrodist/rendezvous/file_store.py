@@ -17,19 +17,10 @@ from typing_extensions import override
 
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedTimeoutError, ProtocolError, RendezvousError
-from ferrodist.rendezvous.store import (
-    DEFAULT_STORE_TIMEOUT,
-    Store,
-    add_to_counter,
-    check_amount,
-    check_key,
-    check_keys,
-    check_value,
-    missing_keys_error,
-)
+from ferrodist.rendezvous.store import DEFAULT_STORE_TIMEOUT, TransactionalStore, missing_keys_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 _FAMILY = b"ferrodist store "
 _HEADER = struct.Struct("!18sQ")
@@ -44,7 +35,7 @@ _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MUTEXES: dict[tuple[int, str], threading.Lock] = {}
 
 
-class FileStore(Store):
+class FileStore(TransactionalStore):
     """A `Store` in one file.
 
     [Note: a kill at any moment] A change is made under a POSIX lock on ``path.lock``, which the kernel releases when
@@ -75,45 +66,6 @@ class FileStore(Store):
         self._cached: tuple[int, dict[str, bytes]] = (0, {})
 
     @override
-    def set(self, key: str, value: bytes, *, timeout: float | None = None) -> None:
-        check_key(key)
-        value = check_value(value)
-        with self._transaction(timeout) as values:
-            values[key] = value
-
-    @override
-    def get(self, key: str, *, timeout: float | None = None) -> bytes:
-        return self._await([check_key(key)], timeout)[key]
-
-    @override
-    def wait(self, keys: Iterable[str], *, timeout: float | None = None) -> None:
-        self._await(check_keys(keys), timeout)
-
-    @override
-    def add(self, key: str, amount: int, *, timeout: float | None = None) -> int:
-        check_key(key)
-        check_amount(amount)
-        with self._transaction(timeout) as values:
-            values[key] = add_to_counter(key, values.get(key, b""), amount)
-            return int(values[key])
-
-    @override
-    def compare_set(self, key: str, expected: bytes, desired: bytes, *, timeout: float | None = None) -> bytes:
-        check_key(key)
-        expected, desired = check_value(expected), check_value(desired)
-        with self._transaction(timeout) as values:
-            current = values.get(key)
-            if (current is None and not expected) or (expected and current == expected):
-                values[key] = desired
-            return values.get(key, b"")
-
-    @override
-    def delete(self, key: str, *, timeout: float | None = None) -> bool:
-        check_key(key)
-        with self._transaction(timeout) as values:
-            return values.pop(key, None) is not None
-
-    @override
     def close(self) -> None:
         self._closed.set()
 
@@ -123,6 +75,7 @@ class FileStore(Store):
             for path in (self.path, self._temporary_path, self._lock_path):
                 path.unlink(missing_ok=True)
 
+    @override
     def _await(self, keys: list[str], timeout: float | None) -> dict[str, bytes]:
         deadline = Deadline(self._timeout if timeout is None else timeout)
         backoff = _MIN_BACKOFF_SECONDS
@@ -138,7 +91,8 @@ class FileStore(Store):
             backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
 
     @contextlib.contextmanager
-    def _transaction(self, timeout: float | None) -> Iterator[dict[str, bytes]]:
+    @override
+    def _transaction(self, key: str, timeout: float | None) -> Iterator[dict[str, bytes]]:
         """Lock the store, provide a copy of its map, and write it if it was changed."""
         with self._locked(timeout):
             generation, values = self._read()

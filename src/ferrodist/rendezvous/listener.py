@@ -24,8 +24,8 @@ from typing import IO, TYPE_CHECKING
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, DistributedError, RendezvousError
-from ferrodist.rendezvous.auth import HandshakeProgress, check_address, greet
-from ferrodist.rendezvous.secret import secret_or_user_secret
+from ferrodist.rendezvous.auth import HandshakeProgress, Hello, check_address, greet
+from ferrodist.rendezvous.secret import user_secret
 from ferrodist.rendezvous.session import Connection
 from ferrodist.rendezvous.sockets import (
     bind_all,
@@ -40,7 +40,6 @@ from ferrodist.resource_limits import limit_text
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.rendezvous.auth import Hello
 
 _HANDSHAKE_TIMEOUT = 5.0
 _MAX_HANDSHAKES = 128
@@ -50,11 +49,8 @@ _MAX_REJECTIONS = 32
 # connection; its proof takes another round trip. See [Note: eviction].
 _EVICTION_AGES = {HandshakeProgress.SILENT: 0.1, HandshakeProgress.SPOKEN: 0.5}
 
-_SHORTAGE_SECONDS = 1.0
-"""Seconds without resources for connections after which peers are refused."""
-
-_REFUSAL_TIMEOUT = 1.0
-"""The limit of one such refusal, in seconds."""
+_SHORTAGE_SECONDS = 1.0  # seconds without resources for connections after which peers are refused
+_REFUSAL_TIMEOUT = 1.0  # the limit of one such refusal, in seconds
 
 # accept() fails with these again and again until some connection is closed.
 _EXHAUSTION_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -116,7 +112,7 @@ class Listener:
         try:
             if not secret and not is_loopback(self.host):
                 raise missing_secret_error(self.address)
-            self._secret = secret_or_user_secret(secret)
+            self._secret = secret or user_secret()
         except AuthenticationError:
             for listening in bound:
                 listening.close()

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import functools
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ferrodist.arguments import check_int
 from ferrodist.deadline import Deadline
@@ -25,6 +25,7 @@ from ferrodist.rendezvous.file_store import FileStore
 from ferrodist.rendezvous.listener import parse_address
 from ferrodist.rendezvous.roll_call import (
     JoinRequest,
+    Membership,
     await_all,
     cancel_claim,
     claim_rank,
@@ -39,9 +40,8 @@ from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from ferrodist.rendezvous.roll_call import Membership
     from ferrodist.rendezvous.store import Store
 
 _LOOPBACK_HINT = " No FERRODIST_SECRET is set here: without one, rank 0 can listen on a loopback address only."
@@ -91,13 +91,11 @@ def rendezvous(
     environment = read_environment()
     request = _make_request(environment, deadline, rank=rank, world_size=world_size, job=job, secret=secret)
     scheme, where = _parse(init_method, environment)
-    try:
+    hint = "" if request.secret or scheme == "file" else _LOOPBACK_HINT
+    with _naming_rank_0(request, f"{scheme}://{where}", hint):
         if scheme == "file":
             return _join_file(where, request)
         return _join_tcp(where, request, shared_port=environment.agent_store)
-    except DistributedTimeoutError as error:
-        hint = "" if request.secret or scheme == "file" else _LOOPBACK_HINT
-        raise _no_answer_error(request, f"{scheme}://{where}", error, hint) from error
 
 
 def rendezvous_in(
@@ -137,20 +135,14 @@ def rendezvous_in(
         read_environment(), Deadline(timeout), rank=rank, world_size=world_size, job=job, secret=secret
     )
     advice = "start each rank once, and give ranks that meet again a store of their own"
+    named = f"job {job!r} in {where}"
     try:
-        return join_through_store(
-            store,
-            request,
-            f"job {job!r} in {where}",
-            advice,
-            on_leave=lambda _: None,
-            server=server,
-            is_private=is_private,
-        )
-    except DistributedTimeoutError as error:
-        raise _no_answer_error(request, where, error, "") from error
+        with _naming_rank_0(request, where):
+            return join_through_store(
+                store, request, named, advice, on_leave=lambda _: None, server=server, is_private=is_private
+            )
     except ValueError as error:  # raised by decoders
-        raise ProtocolError(f"job {job!r} in {where}: it has what no rank writes into it: {error}") from error
+        raise ProtocolError(f"{named}: it has what no rank writes into it: {error}") from error
 
 
 def enter_job(
@@ -187,20 +179,23 @@ def enter_job(
     environment = read_environment()
     request = _make_request(environment, deadline, rank=rank, world_size=world_size, job=job, secret=secret)
     where = _address_from_environment(environment) if address is None else address
-    try:
+    with _naming_rank_0(request, f"tcp://{where}", "" if request.secret else _LOOPBACK_HINT):
         if request.rank:
             client = _connect(where, request)
             return request.member(client, client.local_host, client.close, request.secret)
         named = f"job {request.job!r} at tcp://{where}"
         server = _open_server(where, request, named, shared_port=environment.agent_store, sock=listener)
         return request.member(server.store, server.host, server.close, request.secret)
+
+
+@contextlib.contextmanager
+def _naming_rank_0(request: JoinRequest, where: str, hint: str = "") -> Iterator[None]:
+    """Raise RendezvousError, about rank 0, in place of a timeout."""
+    try:
+        yield
     except DistributedTimeoutError as error:
-        raise _no_answer_error(request, f"tcp://{where}", error, "" if request.secret else _LOOPBACK_HINT) from error
-
-
-def _no_answer_error(request: JoinRequest, where: str, error: DistributedError, hint: str) -> RendezvousError:
-    text = f"job {request.job!r} at {where}: rank 0 did not answer rank {request.rank}: {error.message}{hint}"
-    return RendezvousError(text, ranks=(0,))
+        text = f"job {request.job!r} at {where}: rank 0 did not answer rank {request.rank}: {error.message}{hint}"
+        raise RendezvousError(text, ranks=(0,)) from error
 
 
 def _make_request(
@@ -217,11 +212,7 @@ def _make_request(
     if job is not None and not isinstance(job, str):
         raise TypeError(f"job must be text or None, not {type(job).__name__}")
     if own_rank is None or size is None:
-        missing = " and ".join(name for name, value in (("RANK", own_rank), ("WORLD_SIZE", size)) if value is None)
-        raise RendezvousError(
-            f"the environment does not say {missing}: start the program with torchrun or `python -m ferrodist "
-            "run`, or pass rank and world_size"
-        )
+        raise _unset_variables_error({"RANK": own_rank, "WORLD_SIZE": size}, "pass rank and world_size")
     if size < 1:
         raise InvalidWorldSizeError(f"the world size is {size}; a job has at least 1 rank")
     if not 0 <= own_rank < size:
@@ -244,10 +235,20 @@ def _make_request(
     )
 
 
+def _unset_variables_error(values: dict[str, Any], instead: str) -> RendezvousError:
+    missing = " and ".join(name for name, value in values.items() if value is None)
+    return RendezvousError(
+        f"the environment does not say {missing}: start the program with torchrun or `python -m ferrodist run`, or"
+        f" {instead}"
+    )
+
+
 def _parse(init_method: str | None, environment: Environment) -> tuple[str, str]:
     """Return the scheme, "tcp" or "file", and the address or path."""
     if init_method is None or init_method == "env://":
-        return _from_environment(environment)
+        if environment.agent_store and environment.single_host and environment.attempt_folder:
+            return "file", f"{environment.attempt_folder}/ferrodist-rendezvous"
+        return "tcp", _address_from_environment(environment)
     if not isinstance(init_method, str):
         raise TypeError(
             f"init_method must be text (env://, tcp://host:port or file:///path) or None, not "
@@ -262,20 +263,10 @@ def _parse(init_method: str | None, environment: Environment) -> tuple[str, str]
     raise ValueError(f"init_method={init_method!r}: write env://, tcp://host:port or file:///path")
 
 
-def _from_environment(environment: Environment) -> tuple[str, str]:
-    if environment.agent_store and environment.single_host and environment.attempt_folder:
-        return "file", f"{environment.attempt_folder}/ferrodist-rendezvous"
-    return "tcp", _address_from_environment(environment)
-
-
 def _address_from_environment(environment: Environment) -> str:
     host, port = environment.master_addr, environment.master_port
     if host is None or port is None:
-        missing = " and ".join(name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if value is None)
-        raise RendezvousError(
-            f"the environment does not say {missing}: start the program with torchrun or `python -m ferrodist "
-            "run`, or pass init_method='tcp://host:port'"
-        )
+        raise _unset_variables_error({"MASTER_ADDR": host, "MASTER_PORT": port}, "pass init_method='tcp://host:port'")
     if environment.agent_store:
         own = os.environ.get("FERRODIST_PORT", "")
         port = parse_address(f"FERRODIST_PORT:{own}")[1] if own else port + (1 if port < 65535 else -1)
@@ -377,7 +368,7 @@ def _open_server(
                     deadline=request.deadline,
                 )
             except RendezvousError as error:  # noqa: PERF203 - what ends an attempt, of a few
-                if attempt_deadline.expired or not _is_address_in_use(error):
+                if attempt_deadline.expired or getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
                     raise
                 rounds.wait_for_next_round(f"{where}: the store of rank 0", request.deadline)
     except RendezvousError as error:
@@ -387,11 +378,6 @@ def _open_server(
             else "rank 0 must run on the host that the address names, be started once, and find the port free"
         )
         raise RendezvousError(f"{where}: rank 0 {error.message}; {hint}", ranks=(0,)) from error
-
-
-def _is_address_in_use(error: RendezvousError) -> bool:
-    cause = error.__cause__
-    return isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE
 
 
 def _claim_and_await(store: Store, request: JoinRequest, where: str) -> None:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ferrodist.deadline import Elapsed, long_wait
-from ferrodist.errors import DistributedTimeoutError, RendezvousError, error_to_wire, ranks_text
+from ferrodist.deadline import Deadline, Elapsed, long_wait
+from ferrodist.errors import DistributedError, DistributedTimeoutError, RendezvousError, error_to_wire, ranks_text
 from ferrodist.rendezvous.auth import JOIN_REPLY_DECODER, JoinReply
 from ferrodist.rendezvous.store import PrefixStore, Store
 from ferrodist.wording import counted
@@ -28,8 +28,6 @@ from ferrodist.wording import counted
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.deadline import Deadline
-    from ferrodist.errors import DistributedError
 
 _log = logging.getLogger(__name__)
 

@@ -16,16 +16,11 @@ from ferrodist.errors import DistributedTimeoutError
 if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
 
-NAME_KEY = "ferrodist/round"
-"""The key of the random name of a store that rank 0 serves."""
-
-OVER_KEY = "ferrodist/round over"
-"""Set when the store is about to close, for ranks that wait for the next round."""
-
+NAME_KEY = "ferrodist/round"  # the key of the random name of a store that rank 0 serves
+OVER_KEY = "ferrodist/round over"  # set when the store is about to close, for ranks that wait for the next round
 _POLL_INTERVAL_SECONDS = 0.02
 
-left_stores: set[bytes] = set()
-"""The names of the stores that this process met in, and has left."""
+left_stores: set[bytes] = set()  # the names of the stores that this process met in, and has left
 
 
 def wait_for_next_round(what: str, deadline: Deadline) -> None:

@@ -57,11 +57,6 @@ _MIN_BYTES, _MAX_BYTES = 32, 1024
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def secret_or_user_secret(secret: bytes) -> bytes:
-    """Return the job secret, or this user's secret without one."""
-    return secret or user_secret()
-
-
 def user_secret() -> bytes:
     """Return the secret that the processes of this user share on this host, creating it if necessary."""
     folders = _folders()

@@ -20,20 +20,26 @@ from ferrodist.errors import (
 )
 from ferrodist.rendezvous import rounds
 from ferrodist.rendezvous.environment import read_environment
-from ferrodist.rendezvous.roll_call import await_all, cancel_claim, claim_rank, list_claims, network_id, note_rejection
-from ferrodist.rendezvous.secret import make_secret, secret_or_user_secret
+from ferrodist.rendezvous.roll_call import (
+    JoinRequest,
+    Membership,
+    await_all,
+    cancel_claim,
+    claim_rank,
+    list_claims,
+    network_id,
+    note_rejection,
+)
+from ferrodist.rendezvous.secret import make_secret, user_secret
 from ferrodist.rendezvous.sockets import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.deadline import Deadline
-    from ferrodist.rendezvous.roll_call import JoinRequest, Membership
     from ferrodist.rendezvous.store import Store
 
-LINGER_SECONDS = 2.0
-"""Seconds that a leaving rank gives the store."""
-
+LINGER_SECONDS = 2.0  # seconds that a leaving rank gives the store
 _ABORT_LINGER_SECONDS = 0.2
 _LOOPBACK = "127.0.0.1"
 _INTERFACES = "/interfaces"  # the second stage of ranks of several hosts
@@ -101,7 +107,7 @@ def _create_job(
             world_size=request.world_size,
             made_secret=generated,
             nonce=nonce,
-            proof=_secret_proof(secret_or_user_secret(secret), nonce),
+            proof=_secret_proof(secret or user_secret(), nonce),
         )
     )
     while True:
@@ -126,7 +132,7 @@ def _join_job(store: Store, request: JoinRequest, where: str, advice: str, *, is
     who = f"{where}: rank {request.rank}"
     secret = request.secret or (info.made_secret if is_private else b"")
     refusal: DistributedError | None = None
-    if not hmac.compare_digest(info.proof, _secret_proof(secret_or_user_secret(secret), info.nonce)):
+    if not hmac.compare_digest(info.proof, _secret_proof(secret or user_secret(), info.nonce)):
         refusal = AuthenticationError(
             f"{who} has another job secret than rank 0, or only one of them has any, or none is set and they are "
             "processes of different users or hosts; set FERRODIST_SECRET to the same value on every rank "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from typing_extensions import override
@@ -11,14 +13,12 @@ from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedTimeoutError, RendezvousError, UnsupportedOpError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 DEFAULT_STORE_TIMEOUT = 60.0
 """The default timeout of store operations in seconds. Groups pass the rest of the rendezvous timeout."""
 
-MAX_VALUE_BYTES = 64 * 1024 * 1024
-"""The size limit of a value."""
-
+MAX_VALUE_BYTES = 64 * 1024 * 1024  # the size limit of a value
 _MAX_KEY_BYTES = 4096
 _MAX_NAMED_KEYS = 8
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
@@ -161,7 +161,58 @@ def missing_keys_error(where: str, missing: Sequence[str], deadline: Deadline) -
     )
 
 
-class MemoryStore(Store):
+class TransactionalStore(Store):
+    """A `Store` over a map that one call at a time changes."""
+
+    @abstractmethod
+    def _transaction(self, key: str, timeout: float | None) -> AbstractContextManager[dict[str, bytes]]:
+        """Give exclusive access to the map, of which ``key`` may be changed in the block."""
+
+    @abstractmethod
+    def _await(self, keys: list[str], timeout: float | None) -> dict[str, bytes]:
+        """Return a map with all ``keys``, once they exist at the same moment."""
+
+    @override
+    def set(self, key: str, value: bytes, *, timeout: float | None = None) -> None:
+        check_key(key)
+        value = check_value(value)
+        with self._transaction(key, timeout) as values:
+            values[key] = value
+
+    @override
+    def get(self, key: str, *, timeout: float | None = None) -> bytes:
+        return self._await([check_key(key)], timeout)[key]
+
+    @override
+    def wait(self, keys: Iterable[str], *, timeout: float | None = None) -> None:
+        self._await(check_keys(keys), timeout)
+
+    @override
+    def add(self, key: str, amount: int, *, timeout: float | None = None) -> int:
+        check_key(key)
+        check_amount(amount)
+        with self._transaction(key, timeout) as values:
+            values[key] = add_to_counter(key, values.get(key, b""), amount)
+            return int(values[key])
+
+    @override
+    def compare_set(self, key: str, expected: bytes, desired: bytes, *, timeout: float | None = None) -> bytes:
+        check_key(key)
+        expected, desired = check_value(expected), check_value(desired)
+        with self._transaction(key, timeout) as values:
+            current = values.get(key)
+            if (current is None and not expected) or (expected and current == expected):
+                values[key] = desired
+            return values.get(key, b"")
+
+    @override
+    def delete(self, key: str, *, timeout: float | None = None) -> bool:
+        check_key(key)
+        with self._transaction(key, timeout) as values:
+            return values.pop(key, None) is not None
+
+
+class MemoryStore(TransactionalStore):
     """A `Store` in this process's memory, safe for any number of threads.
 
     A waiting thread sleeps on one missing key at a time, so that setting a key wakes only the threads that wait for it.
@@ -177,54 +228,20 @@ class MemoryStore(Store):
         self._waiters: dict[str, set[threading.Event]] = {}
         self._closed = False
 
+    @contextmanager
     @override
-    def set(self, key: str, value: bytes, *, timeout: float | None = None) -> None:
-        check_key(key)
-        self._limit(timeout)
-        value = check_value(value)
-        with self._lock:
-            self._check_open()
-            self._put(key, value)
-
-    @override
-    def get(self, key: str, *, timeout: float | None = None) -> bytes:
-        return self.get_all([check_key(key)], timeout=timeout)[0]
-
-    @override
-    def wait(self, keys: Iterable[str], *, timeout: float | None = None) -> None:
-        self.get_all(check_keys(keys), timeout=timeout)
-
-    @override
-    def add(self, key: str, amount: int, *, timeout: float | None = None) -> int:
-        check_key(key)
-        check_amount(amount)
+    def _transaction(self, key: str, timeout: float | None) -> Iterator[dict[str, bytes]]:
         self._limit(timeout)
         with self._lock:
             self._check_open()
-            value = add_to_counter(key, self._values.get(key, b""), amount)
-            self._put(key, value)
-            return int(value)
+            yield self._values
+            if key in self._values:
+                for event in self._waiters.pop(key, ()):
+                    event.set()
 
     @override
-    def compare_set(self, key: str, expected: bytes, desired: bytes, *, timeout: float | None = None) -> bytes:
-        check_key(key)
-        expected, desired = check_value(expected), check_value(desired)
-        self._limit(timeout)
-        with self._lock:
-            self._check_open()
-            current = self._values.get(key)
-            if (current is None and not expected) or (expected and current == expected):
-                self._put(key, desired)
-                return desired
-            return current or b""
-
-    @override
-    def delete(self, key: str, *, timeout: float | None = None) -> bool:
-        check_key(key)
-        self._limit(timeout)
-        with self._lock:
-            self._check_open()
-            return self._values.pop(key, None) is not None
+    def _await(self, keys: list[str], timeout: float | None) -> dict[str, bytes]:
+        return dict(zip(keys, self.get_all(keys, timeout=timeout), strict=True))
 
     @override
     def close(self) -> None:
@@ -262,11 +279,6 @@ class MemoryStore(Store):
     def _limit(self, timeout: float | None) -> float:
         """Return the timeout of a call, checked also for calls that never wait, as in other stores."""
         return self._timeout if timeout is None else check_timeout(timeout)
-
-    def _put(self, key: str, value: bytes) -> None:
-        self._values[key] = value
-        for event in self._waiters.pop(key, ()):
-            event.set()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -2,7 +2,8 @@
 
 An agent owns a client (calls made), a server (calls served), the peers, the remote objects, and the graceful shutdown.
 A call passes `RpcClient.call`, `RemotePeer.send` and the group of the two ranks. There `RpcServer.on_message` receives
-it, a thread of the `Executor` calls the function, and the result goes back the same way to `RpcClient.on_response`.
+it, and has a thread of the `Executor` call the function and send the result. Back here `RpcServer.on_message` hands
+that to `RpcClient.on_response`, which wakes the caller.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from ferrodist.collectives.pytree import is_encodable
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, InvalidRankError, RpcError, ranks_text
 from ferrodist.resource_limits import naming_limits
-from ferrodist.rpc.client import RpcClient
+from ferrodist.rpc.client import RpcClient, RpcStatistics
 from ferrodist.rpc.executor import Executor, WaitEvents
 from ferrodist.rpc.large_messages import TensorPool
 from ferrodist.rpc.messages import OWN_NAMES, Call
-from ferrodist.rpc.metrics import RpcMetrics, RpcStatistics
 from ferrodist.rpc.peer import PeerOptions
 from ferrodist.rpc.peer_manager import PeerManager
-from ferrodist.rpc.remote_objects import CREATE, RRefManager
+from ferrodist.rpc.rref_manager import CREATE, RRefManager
 from ferrodist.rpc.server import FunctionRegistry, RpcServer, serving_agent
 from ferrodist.rpc.shutdown import GracefulShutdown
 from ferrodist.rpc.transport import GroupRpcBackend, RpcBackend
@@ -69,6 +69,11 @@ class RpcAgent:
         message_limit: Limit in bytes of a call's arguments, or its result; 8 KiB at least.
         allow_pickle: Whether values of all other types may be sent, pickled. A caller can then run anything here.
 
+    Attributes:
+        rank: This rank.
+        world_size: The number of ranks.
+        timeout: The default timeout of calls in seconds.
+
     Raises:
         TypeError, ValueError: An argument is wrong. The backend is closed, unless another agent has it.
     """
@@ -88,44 +93,37 @@ class RpcAgent:
             backend = GroupRpcBackend(check_group(backend))
         if not isinstance(backend, RpcBackend):
             raise TypeError(f"an RpcAgent is made with an RpcBackend or a group, not {type(backend).__name__}")
-        self._registry = FunctionRegistry()
         try:
-            check_int("num_workers", num_workers, min=1)
-            check_int("most_outstanding", most_outstanding, min=1)
-            check_int("message_limit", message_limit, min=_MIN_MESSAGE_LIMIT)
-            _check_name(name)
-            _check_bool("allow_pickle", allow_pickle)
-            self._registry.register_all({} if functions is None else functions)
+            _check_options(name, num_workers, most_outstanding, message_limit, allow_pickle)
+            self._registry = FunctionRegistry({} if functions is None else functions)
         except (TypeError, ValueError):
             backend.refuse()
             raise
-        self._rank, self._world_size, self._timeout = backend.rank, backend.world_size, backend.timeout
+        self.rank, self.world_size, self.timeout = backend.rank, backend.world_size, backend.timeout
         self._is_closed = False
-        self._metrics = RpcMetrics()
         with _naming_limits(backend.rank):
             self._executor = Executor(
                 num_workers,
-                f"ferrodist-rpc-{self._rank}-worker",
+                f"ferrodist-rpc-{self.rank}-worker",
                 WaitEvents(backend.signal),
                 functools.partial(serving_agent.set, self),
             )
             self._rrefs = RRefManager(
-                self._rank, self._world_size, self._timeout, self._executor, allow_pickle=allow_pickle
+                self.rank, self.world_size, self.timeout, self._executor, allow_pickle=allow_pickle
             )
             self._peers = PeerManager(backend, name or "")
-            self._client = RpcClient(self._peers, self._executor, self._rrefs, self._metrics)
+            self._client = RpcClient(self._peers, self._executor, self._rrefs)
             self._server = RpcServer(
                 self._registry,
                 self._executor,
                 self._rrefs,
                 self._client,
-                self._metrics,
                 max_outstanding=most_outstanding,
-                timeout=self._timeout,
+                timeout=self.timeout,
             )
             self._rrefs.bind(self._client, self._server)
             self._names = WorkerNames(name or "", self._peers, self._server)
-            self._shutdown = GracefulShutdown(self._rank, self._world_size, self._client, self._server)
+            self._shutdown = GracefulShutdown(self.rank, self.world_size, self._client, self._server)
         # A thread that is in torch while the interpreter ends would take the process down.
         at_exit(ExitStage.RPC_AGENTS, self.close)
         options = PeerOptions(
@@ -142,21 +140,6 @@ class RpcAgent:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._world_size
-
-    @property
-    def timeout(self) -> float:
-        """The default timeout of calls in seconds."""
-        return self._timeout
 
     @overload
     def register(self, name: str, function: _Function) -> _Function: ...
@@ -267,7 +250,7 @@ class RpcAgent:
 
     def statistics(self) -> RpcStatistics:
         """Counters and latencies of the calls made and served so far."""
-        return self._metrics.snapshot(self._client.pending.num_in_flight)
+        return self._client.metrics.snapshot(self._client.pending.num_in_flight)
 
     def broadcast_call(self, name: str, /, *arguments: Any, timeout: float | None = None, **keywords: Any) -> list[Any]:
         """Call a function of all ranks, this one too, and wait for all results.
@@ -344,12 +327,14 @@ def _naming_limits(rank: int) -> AbstractContextManager[None]:
     return naming_limits(f"the agent of rank {rank} can't start", (rank,), kind=DistributedError)
 
 
-def _check_bool(option: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{option} is True or False, not {value!r}")
-
-
-def _check_name(name: str | None) -> None:
+def _check_options(
+    name: str | None, num_workers: int, most_outstanding: int, message_limit: int, allow_pickle: object
+) -> None:
+    check_int("num_workers", num_workers, min=1)
+    check_int("most_outstanding", most_outstanding, min=1)
+    check_int("message_limit", message_limit, min=_MIN_MESSAGE_LIMIT)
+    if not isinstance(allow_pickle, bool):
+        raise TypeError(f"allow_pickle is True or False, not {allow_pickle!r}")
     if name is None:
         return
     if not isinstance(name, str):
@@ -385,7 +370,7 @@ _OPTIONS = tuple(
 )
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def _check_option_names(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in _OPTIONS:
             raise TypeError(f"RpcContext has no option {name!r}; there are drain_timeout, {', '.join(_OPTIONS)}")
@@ -420,7 +405,7 @@ class RpcContext:
     ) -> None:
         try:
             self._drain_timeout = None if drain_timeout is None else check_timeout(drain_timeout)
-            _check_options(options)
+            _check_option_names(options)
         except (TypeError, ValueError):
             if isinstance(backend, RpcBackend):
                 backend.refuse()

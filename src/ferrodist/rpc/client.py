@@ -1,4 +1,4 @@
-"""`RpcClient`: the calls that a rank makes, their results, and their timeouts."""
+"""`RpcClient`: the calls that a rank makes, their results, timeouts and statistics."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import functools
 import heapq
 import threading
 import time
+from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, PeerLostError, RpcError
 from ferrodist.rpc.future import Future
 from ferrodist.rpc.messages import (
-    NO_NUMBER,
+    NO_CALL_ID,
     OWN_NAMES,
     Call,
     Content,
@@ -26,17 +30,70 @@ from ferrodist.rpc.messages import (
     unpack_failure,
     unpack_result,
 )
-from ferrodist.rpc.peer_manager import PeerManager, lost_error
+from ferrodist.rpc.peer_manager import PeerListener, PeerManager, lost_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.request import WaitEvent
     from ferrodist.rpc.executor import Executor
-    from ferrodist.rpc.metrics import RpcMetrics
     from ferrodist.rpc.peer import Peer
 
+_NUM_LATENCIES = 1000
 _MAX_ENDED_TIMEOUTS = 1000  # timeouts of calls that have ended which may be in the heap
+
+_POLL_INTERVAL_SECONDS = 1.0  # how long a thread sleeps whose wake-up may be lost, when an interruption came between
+
+_RESULT_POLL_SECONDS = 0.01
+_RESULT_TIMEOUT_SECONDS = 10.0  # how long another thread that has received a call's result may take to hand it over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RpcStatistics:
+    """The calls of one agent's users so far; the agents' internal calls do not count.
+
+    Args:
+        in_flight: This rank's calls without a result.
+        answered: This rank's calls that have a result, or an exception that was raised there.
+        timed_out: This rank's calls that it has given up.
+        late: Results that came after that, and were dropped.
+        served: Calls of others, and this rank's own of itself, that were called here and have returned.
+        failed: Calls here that raised, or could not be called.
+        latency: Seconds from call to result, of the last 1000 calls: the median, and the bounds of 90 % and 99 % of
+            them; 0 before the first.
+    """
+
+    in_flight: int
+    answered: int
+    timed_out: int
+    late: int
+    served: int
+    failed: int
+    latency: tuple[float, float, float]
+
+
+class RpcMetrics:
+    """The counters behind `RpcStatistics`; threads share them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = {"answered": 0, "timed_out": 0, "late": 0, "served": 0, "failed": 0}
+        self._latencies: deque[float] = deque(maxlen=_NUM_LATENCIES)
+
+    def count(self, field: str, latency: float | None = None) -> None:
+        """Add one to a field of `RpcStatistics`; `latency` is in seconds from a call to its result."""
+        with self._lock:
+            self._counts[field] += 1
+            if latency is not None:
+                self._latencies.append(latency)
+
+    def snapshot(self, in_flight: int) -> RpcStatistics:
+        """The statistics so far."""
+        with self._lock:
+            counts, latencies = dict(self._counts), sorted(self._latencies)
+        last = len(latencies) - 1
+        median, p90, p99 = (latencies[round(last * share)] if latencies else 0.0 for share in (0.5, 0.9, 0.99))
+        return RpcStatistics(in_flight=in_flight, latency=(median, p90, p99), **counts)
 
 
 class PendingCall:
@@ -58,9 +115,9 @@ class PendingCall:
         self.transfer: ReferenceTransfer | None = None
 
     @property
-    def title(self) -> str:
-        """The function's name in errors."""
-        return self.name.removeprefix(OWN_NAMES)
+    def is_users(self) -> bool:
+        """Whether a user made the call, not an agent: it counts in statistics, and occupies a slot."""
+        return self.peer is not None
 
     @property
     def remaining(self) -> float:
@@ -77,31 +134,28 @@ class PendingCall:
     def end(self, value: Any, error: BaseException | None = None) -> None:
         """Give the caller the result, or the error."""
         if self.future is not None:
-            self.future.settle(value, None if error is None else _without_frames(error))
+            # A future lasts: an error's frames would keep alive all that a user's calling functions have.
+            each = error
+            if error is not None:
+                error.__context__ = None
+            while each is not None:
+                each = each.with_traceback(None).__cause__
+            self.future.settle(value, error)
         elif self.event is not None:
             self.value, self.error = value, error
             self.has_ended = True
             self.event.set()
 
 
-def _without_frames(error: BaseException) -> BaseException:
-    """Strip an error of its frames, which keep alive all that a user's calling functions have: a future lasts."""
-    error.__context__ = None
-    each: BaseException | None = error
-    while each is not None:
-        each = each.with_traceback(None).__cause__
-    return error
-
-
 class PendingCalls:
-    """All calls of one agent that have not been answered, by number, and a thread for their timeouts.
+    """All calls of one agent that have not been answered, by call id, and a thread for their timeouts.
 
     A call that its caller has given up stays until it is answered: until then it takes up room at the other side.
     """
 
     def __init__(self, name: str, on_give_up: Callable[[int, PendingCall], None]) -> None:
         self._on_give_up = on_give_up
-        self._last_number = 0
+        self._last_call_id = 0
         self.num_made = self.num_ended = 0  # calls of users; those answered, or never to be
         self._calls: dict[int, PendingCall] = {}
         self._lock = threading.Lock()
@@ -113,53 +167,61 @@ class PendingCalls:
         self._thread.start()
 
     def add(self, pending: PendingCall) -> int:
-        """Wait for a call's result; returns the call's number."""
+        """Register a call that is about to be sent; returns its id."""
         with self._lock:
             if self.closed is not None:
                 raise self.closed.fresh()
-            self._last_number += 1
-            number = self._last_number
-            self.num_made += pending.peer is not None
-            self._calls[number] = pending
-            if pending.future is not None:  # a thread that waits for its event checks the time itself
-                self._add_timeout(pending.started + pending.timeout, number)
-        return number
+            self._last_call_id += 1
+            call_id = self._last_call_id
+            self.num_made += pending.is_users
+            self._calls[call_id] = pending
+            if pending.future is None:  # a thread that waits for its event checks the time itself
+                return call_id
+            if len(self._timeouts) > 2 * len(self._calls) + _MAX_ENDED_TIMEOUTS:
+                self._timeouts = [each for each in self._timeouts if each[1] in self._calls]
+                heapq.heapify(self._timeouts)
+            end = pending.started + pending.timeout
+            heapq.heappush(self._timeouts, (end, call_id))
+            if end < self._next_timeout:
+                self._next_timeout = end
+                self._changed.notify()
+        return call_id
 
-    def pop(self, number: int, rank: int | None = None) -> PendingCall | None:
+    def pop(self, call_id: int, rank: int | None = None) -> PendingCall | None:
         """Remove a call (to this rank) whose result has come, for the caller to end unless it was given up."""
         with self._lock:
-            pending = self._calls.pop(number, None)
+            pending = self._calls.pop(call_id, None)
             if pending is not None and rank is not None and pending.rank != rank:
-                self._calls[number] = pending
+                self._calls[call_id] = pending
                 return None
-            self.num_ended += pending is not None and pending.peer is not None
+            self.num_ended += pending is not None and pending.is_users
             return pending
 
-    def give_up(self, number: int) -> PendingCall | None:
+    def give_up(self, call_id: int) -> PendingCall | None:
         """Give a call up, for the caller to end it; None if its result has come after all."""
         with self._lock:
-            pending = self._calls.get(number)
+            pending = self._calls.get(call_id)
             if pending is None or pending.is_given_up:
                 return None
             pending.is_given_up = True
         if pending.transfer is not None:
             pending.transfer.forget()
-        self._on_give_up(number, pending)
+        self._on_give_up(call_id, pending)
         return pending
 
     @property
     def num_in_flight(self) -> int:
         """The number of users' calls without a result."""
         with self._lock:
-            return sum(pending.peer is not None and not pending.is_given_up for pending in self._calls.values())
+            return sum(pending.is_users and not pending.is_given_up for pending in self._calls.values())
 
     def fail(self, rank: int | None, error: DistributedError) -> None:
         """Fail the calls to a rank, or all."""
         with self._lock:
             calls = list(self._calls.items())
-        for number, each in calls:
+        for call_id, each in calls:
             if rank is None or each.rank == rank:
-                pending = self.pop(number)
+                pending = self.pop(call_id)
                 if pending is not None:
                     pending.release()
                     if not pending.is_given_up:
@@ -174,15 +236,6 @@ class PendingCalls:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _add_timeout(self, end: float, number: int) -> None:
-        if len(self._timeouts) > 2 * len(self._calls) + _MAX_ENDED_TIMEOUTS:
-            self._timeouts = [each for each in self._timeouts if each[1] in self._calls]
-            heapq.heapify(self._timeouts)
-        heapq.heappush(self._timeouts, (end, number))
-        if end < self._next_timeout:
-            self._next_timeout = end
-            self._changed.notify()
-
     def _watch(self) -> None:
         while True:
             with self._changed:
@@ -195,38 +248,33 @@ class PendingCalls:
                 self._next_timeout = self._timeouts[0][0] if self._timeouts else float("inf")
                 if not expired:
                     self._changed.wait(min(self._next_timeout - now, threading.TIMEOUT_MAX))
-            for number in expired:
-                self._expire(number)
+            for call_id in expired:
+                self._expire(call_id)
 
-    def _expire(self, number: int) -> None:
+    def _expire(self, call_id: int) -> None:
         # A function of its own, so that no local of the loop keeps the call alive: it may hold references.
-        pending = self.give_up(number)
+        pending = self.give_up(call_id)
         if pending is not None:
             pending.end(None, _timeout_error(pending))
 
 
 def _timeout_error(pending: PendingCall) -> DistributedTimeoutError:
     return DistributedTimeoutError(
-        f"rank {pending.rank} did not answer the call of {pending.title!r} within {pending.timeout:g} s."
-        " Is it busy, or does the function wait for something? Pass a longer timeout where it may",
+        f"rank {pending.rank} did not answer the call of {pending.name.removeprefix(OWN_NAMES)!r} within"
+        f" {pending.timeout:g} s. Is it busy, or does the function wait for something? Pass a longer timeout where"
+        " it may",
         ranks=(pending.rank,),
     )
 
 
-_POLL_INTERVAL_SECONDS = 1.0  # how long a thread sleeps whose wake-up may be lost, when an interruption came between
-
-_RESULT_POLL_SECONDS = 0.01
-_RESULT_TIMEOUT_SECONDS = 10.0  # how long another thread that has received a call's result may take to hand it over
-
-
-class RpcClient:
+class RpcClient(PeerListener):
     """Makes calls, and takes their results."""
 
-    def __init__(self, peers: PeerManager, executor: Executor, codec: ValueCodec, metrics: RpcMetrics) -> None:
+    def __init__(self, peers: PeerManager, executor: Executor, codec: ValueCodec) -> None:
         self._peers = peers
         self._executor = executor
         self._codec = codec
-        self._metrics = metrics
+        self.metrics = RpcMetrics()
         self.pending = PendingCalls(f"ferrodist-rpc-{peers.rank}-timeouts", self._on_give_up)
 
     def call(self, rank: int, call: Call, timeout: float) -> Any:
@@ -235,7 +283,7 @@ class RpcClient:
         pending = PendingCall(rank, call.name, timeout, event=event)
         is_worker = self._executor.begin_wait()
         try:
-            self._await(self._start_in_window(pending, call), pending, event)
+            self._await(self._start(pending, call), pending, event)
         finally:
             if is_worker:
                 self._executor.end_wait()
@@ -248,23 +296,20 @@ class RpcClient:
 
     def call_async(self, rank: int, call: Call, timeout: float) -> Future:
         """Call a function; see `RpcAgent.rpc_async`."""
-        future = Future(self._executor)
-        try:
-            self._start_in_window(PendingCall(rank, call.name, timeout, future=future), call)
-        except DistributedError as error:
-            future.settle(None, _without_callers(error))
-        return future
+        return self._call_async(rank, call, timeout, in_window=True)
 
     def call_internal(self, rank: int, call: Call, timeout: float) -> Future:
         """Make an internal call, however many calls have no result."""
+        return self._call_async(rank, call, timeout, in_window=False)
+
+    def _call_async(self, rank: int, call: Call, timeout: float, *, in_window: bool) -> Future:
         future = Future(self._executor)
         try:
-            pending = PendingCall(rank, call.name, timeout, future=future)
-            peer = self._peers.get(rank, timeout)
-            content, pending.transfer = self._codec.pack(rank, pack_call, call)
-            self._start(pending, peer, MessageKind.INTERNAL_CALL, content)
-        except DistributedError as error:
-            future.settle(None, _without_callers(error))
+            self._start(PendingCall(rank, call.name, timeout, future=future), call, in_window=in_window)
+        except DistributedError as error:  # whose frames hold what its callers have, such as references
+            copy = error.fresh()
+            copy.__cause__ = None  # it has frames too, and its text is in the error's
+            future.settle(None, copy)
         return future
 
     def notify(self, rank: int, name: str, make_arguments: Callable[[], tuple[Any, ...] | None]) -> None:
@@ -276,11 +321,11 @@ class RpcClient:
         arguments = make_arguments()
         if arguments is not None:
             content, _ = self._codec.pack(rank, pack_call, Call(name, arguments, {}))
-            peer.send(MessageKind.NOTICE, NO_NUMBER, content)
+            peer.send(MessageKind.NOTICE, NO_CALL_ID, content)
 
-    def on_response(self, rank: int, number: int, kind: MessageKind, content: Content) -> None:
+    def on_response(self, rank: int, call_id: int, kind: MessageKind, content: Content) -> None:
         """Take the result or the failure of a call, in the thread that receives it."""
-        pending = self.pending.pop(number, rank)
+        pending = self.pending.pop(call_id, rank)
         if pending is None:  # it has ended with its rank, or with this agent
             if kind is MessageKind.RESULT:
                 with contextlib.suppress(Exception):  # as below
@@ -288,74 +333,72 @@ class RpcClient:
             return
         pending.release()
         if pending.is_given_up:
-            if pending.peer is not None:
-                self._metrics.count("late")
+            if pending.is_users:
+                self.metrics.count("late")
             with contextlib.suppress(Exception):  # references in it have been counted for this rank
                 self._unpack(pending, kind, content)
             return
-        if pending.peer is not None:
-            self._metrics.count_answer(time.monotonic() - pending.started)
+        if pending.is_users:
+            self.metrics.count("answered", time.monotonic() - pending.started)
         # At once, in the order of messages: the next one may give back a reference in this.
         try:
             value = self._unpack(pending, kind, content)
         except Exception as error:  # noqa: BLE001 - it is the caller's
             pending.end(None, error)
         except BaseException:  # the handler of an interruption raised it in this thread, which need not be the caller's
-            pending.end(None, RpcError(f"the result of {pending.title!r} was lost by an interruption", ranks=(rank,)))
+            name = pending.name.removeprefix(OWN_NAMES)
+            pending.end(None, RpcError(f"the result of {name!r} was lost by an interruption", ranks=(rank,)))
             raise
         else:
             pending.end(value)
 
-    def on_joined(self, rank: int, incarnation: int) -> None:
-        """Note that a peer is there; see `PeerListener`."""
-
+    @override
     def on_lost(self, rank: int, error: PeerLostError) -> None:
-        """Fail the calls to a peer; see `PeerListener`."""
         self.pending.fail(rank, error)
 
-    def _start_in_window(self, pending: PendingCall, call: Call) -> int:
-        """Send a call once there is a slot for it; errors are raised, not given to the pending call."""
+    def _start(self, pending: PendingCall, call: Call, *, in_window: bool = True) -> int:
+        """Send a call, once there is a slot for it, and return its id; errors are not given to the pending call."""
         peer = self._peers.get(pending.rank, pending.timeout)
         content: Content | None = pack_plain_call(call)
         if content is None:
             content, pending.transfer = self._codec.pack(pending.rank, pack_call, call)
-        if not peer.window.acquire(0.0) and not self._await_slot(peer, pending.remaining):
-            raise DistributedTimeoutError(
-                f"rank {pending.rank} has as many calls without a result as may be, for {pending.timeout:g} s",
-                ranks=(pending.rank,),
-            )
-        pending.peer = peer
+        if in_window:
+            if not peer.window.acquire(0.0):
+                self._await_slot(peer, pending)
+            pending.peer = peer
         kind = MessageKind.INTERNAL_CALL if call.name.startswith(OWN_NAMES) else MessageKind.CALL
-        return self._start(pending, peer, kind, content)
-
-    def _await_slot(self, peer: Peer, timeout: float) -> bool:
-        with self._executor.waiting():
-            return peer.window.acquire(timeout)
-
-    def _start(self, pending: PendingCall, peer: Peer, kind: MessageKind, content: Content) -> int:
         try:
-            number = self.pending.add(pending)
+            call_id = self.pending.add(pending)
         except BaseException:
             pending.release()
             raise
         try:
             if pending.transfer is None:
-                peer.send(kind, number, content)
+                peer.send(kind, call_id, content)
             else:
-                self._send_references(pending, number, functools.partial(peer.send, kind, number, content))
+                self._send_references(pending, call_id, functools.partial(peer.send, kind, call_id, content))
         except BaseException as error:
-            if self.pending.pop(number) is None:  # the caller has the error already
-                return number
+            if self.pending.pop(call_id) is None:  # the caller has the error already
+                return call_id
             pending.release()
             is_wrong_argument = isinstance(error, (TypeError, ValueError))
             if isinstance(error, DistributedError) and not is_wrong_argument and self.pending.closed is None:
                 raise lost_error(pending.rank, error) from error
             raise
-        return number
+        return call_id
 
-    def _send_references(self, pending: PendingCall, number: int, send: Callable[[], None]) -> None:
+    def _await_slot(self, peer: Peer, pending: PendingCall) -> None:
+        with self._executor.waiting():
+            has_slot = peer.window.acquire(pending.remaining)
+        if not has_slot:
+            raise DistributedTimeoutError(
+                f"rank {pending.rank} has as many calls without a result as may be, for {pending.timeout:g} s",
+                ranks=(pending.rank,),
+            )
+
+    def _send_references(self, pending: PendingCall, call_id: int, send: Callable[[], None]) -> None:
         def on_error(error: BaseException) -> None:
-            if self.pending.pop(number) is not None:
+            if self.pending.pop(call_id) is not None:
                 pending.release()
                 if not pending.is_given_up:
                     pending.end(None, error)
@@ -365,34 +408,27 @@ class RpcClient:
         if pending.future is not None:
             pending.future._sent = sent
 
-    def _await(self, number: int, pending: PendingCall, event: WaitEvent) -> None:
+    def _await(self, call_id: int, pending: PendingCall, event: WaitEvent) -> None:
         """Wait for a result. The event may also be set for something that this thread has waited for before."""
         try:
             while not pending.has_ended and (left := pending.remaining) > 0:
                 self._executor.wait_events.wait(event, min(left, _POLL_INTERVAL_SECONDS))
         except BaseException:  # the handler of an interruption raised it
-            self.pending.give_up(number)
+            self.pending.give_up(call_id)
             raise
         deadline = Deadline(_RESULT_TIMEOUT_SECONDS)
         while not pending.has_ended:
-            if self.pending.give_up(number) is not None or deadline.expired:
+            if self.pending.give_up(call_id) is not None or deadline.expired:
                 raise _timeout_error(pending)
             event.wait(_RESULT_POLL_SECONDS)  # another thread has it, and is about to hand it over
 
-    def _on_give_up(self, number: int, pending: PendingCall) -> None:
+    def _on_give_up(self, call_id: int, pending: PendingCall) -> None:
         if pending.peer is not None:
-            self._metrics.count("timed_out")
+            self.metrics.count("timed_out")
             with contextlib.suppress(DistributedError):  # or there is nobody who serves it
-                pending.peer.send(MessageKind.CANCEL, number, b"")
+                pending.peer.send(MessageKind.CANCEL, call_id, b"")
 
     def _unpack(self, pending: PendingCall, kind: MessageKind, content: Content) -> Any:
         if kind is MessageKind.RESULT:
             return unpack_result(content, pending.rank, self._codec.extensions[pending.rank])
         raise error_of(pending.name, pending.rank, unpack_failure(content, pending.rank))
-
-
-def _without_callers(error: DistributedError) -> DistributedError:
-    """An error for a future. The frames in which it was raised hold what their callers have, such as references."""
-    copy = error.fresh()
-    copy.__cause__ = None  # it has frames too, and its text is in the error's
-    return copy

@@ -43,7 +43,7 @@ _MUST_NOT_WAIT = -1  # `num_waits` of the event loop's thread
 class EventLoop:
     """An event loop in its own thread, started by the first coroutine."""
 
-    def __init__(self, name: str, initialize: Callable[[], None]) -> None:
+    def __init__(self, name: str, initialize: Callable[[], object]) -> None:
         self._name = name
         self._initialize = initialize
         self._lock = threading.Lock()
@@ -53,7 +53,14 @@ class EventLoop:
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> concurrent.futures.Future[None]:
         """Run a coroutine; raises RuntimeError if the loop is closed."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._running())
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the agent was closed")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._run, args=(self._loop,), name=self._name, daemon=True)
+                self._thread.start()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self, timeout: float) -> None:
         """Cancel all coroutines, and wait for the thread's end."""
@@ -65,16 +72,6 @@ class EventLoop:
                 loop.call_soon_threadsafe(loop.stop)
             if thread is not threading.current_thread():
                 thread.join(timeout)
-
-    def _running(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError("the agent was closed")
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._run, args=(self._loop,), name=self._name, daemon=True)
-                self._thread.start()
-            return self._loop
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
@@ -148,13 +145,13 @@ class Executor:
         self._oversee_now.acquire()
         self._overseer = threading.Thread(target=self._oversee, name=f"{name}-overseer", daemon=True)
         self._overseer.start()
-        self.event_loop = EventLoop(f"{name}-async", self._initialize_event_loop)
+        self.event_loop = EventLoop(f"{name}-async", lambda: setattr(self._local, "num_waits", _MUST_NOT_WAIT))
 
     def submit(self, task: Callable[[], object]) -> None:
         """Have a worker run a task; does not wait."""
         with self._lock:
             self._queue.append(task)
-            self._stir()
+            self._ensure_worker()
 
     def add_transfers(self, change: int) -> None:
         """Count the large messages under way; while there are any, some thread stays awake to move them."""
@@ -177,7 +174,7 @@ class Executor:
             self._num_running -= 1
             self._num_waiting += 1
             if self._queue:
-                self._stir()
+                self._ensure_worker()
         return True
 
     def end_wait(self) -> None:
@@ -218,12 +215,9 @@ class Executor:
                 thread.join(deadline.remaining())
         self.event_loop.close(_JOIN_SECONDS)
 
-    def _initialize_event_loop(self) -> None:
-        self._local.num_waits = _MUST_NOT_WAIT
+    # Who is awake. The lock is held in `_ensure_worker` and `_wake_one`.
 
-    # Who is awake. The lock is held in `_stir` and `_wake_one`.
-
-    def _stir(self) -> None:
+    def _ensure_worker(self) -> None:
         """Have a worker take what is queued: at once, or when the overseer finds it untouched."""
         if self._num_running == 0:
             self._wake_one()
@@ -287,7 +281,7 @@ class Executor:
                     return
                 self._is_overseen = False
                 if self._queue:
-                    self._stir()
+                    self._ensure_worker()
 
     def _work(self) -> None:
         self._local.num_waits = 0

@@ -3,9 +3,9 @@
 [Note: frames]
 A message begins with a frame of `FRAME_BYTES`, for which the receiver has always posted a receive. Content that fits is
 in the frame; larger content is a message of its own, received once the frame has come, and so is each large tensor.
-Their tags have the message's number, so that frames need not wait for them, nor they for each other.
+Their tags have the message's call id, so that frames need not wait for them, nor they for each other.
 
-    kind of message: u8 | form: u8 | flags: u16 | bytes of the content: u32 | number: u64 | content, if it fits
+    kind of message: u8 | form: u8 | flags: u16 | bytes of the content: u32 | call id: u64 | content, if it fits
 
 [Note: message order]
 Small messages overtake large ones. But the agents' internal calls don't overtake earlier ones, nor do calls and results
@@ -63,10 +63,10 @@ _KINDS = {int(kind): kind for kind in MessageKind}
 class Frame:
     """A received frame; raises ProtocolError for invalid data."""
 
-    __slots__ = ("data", "form", "has_references", "index", "is_cancelled", "is_complete", "kind", "number", "size")
+    __slots__ = ("call_id", "data", "form", "has_references", "index", "is_cancelled", "is_complete", "kind", "size")
 
     def __init__(self, data: bytes, peer: int) -> None:
-        kind, self.form, flags, self.size, self.number = _HEADER.unpack_from(data)
+        kind, self.form, flags, self.size, self.call_id = _HEADER.unpack_from(data)
         if kind not in _KINDS or self.form not in _FORMS or flags > _HAS_REFERENCES:
             raise ProtocolError(f"rank {peer} sent what is no message of an agent", ranks=(peer,))
         self.data = data
@@ -82,20 +82,20 @@ class Frame:
         return self.data[_HEADER.size : _HEADER.size + self.size]
 
 
-def pack_frame(kind: MessageKind, form: Form, number: int, content: memoryview, *, has_references: bool) -> bytes:
+def pack_frame(kind: MessageKind, form: Form, call_id: int, content: memoryview, *, has_references: bool) -> bytes:
     """Pack a frame, with the content if it fits."""
     size = content.nbytes
-    header = _HEADER.pack(kind, form, _HAS_REFERENCES if has_references else 0, size, number)
+    header = _HEADER.pack(kind, form, _HAS_REFERENCES if has_references else 0, size, call_id)
     return (header + content if size <= FRAME_CONTENT_BYTES else header).ljust(FRAME_BYTES, b"\0")
 
 
-def payload_tag(kind: MessageKind, number: int) -> int:
+def payload_tag(kind: MessageKind, call_id: int) -> int:
     """The tag under which oversized content and large tensors of a message travel; distinct from `FRAME_TAG`."""
-    return ((number << _KIND_BITS | kind) + 1) & ((1 << 62) - 1)
+    return ((call_id << _KIND_BITS | kind) + 1) & ((1 << 62) - 1)
 
 
 def outside_of_modes(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function that makes tensors for others, outside of torch's modes; looking for them costs 0.3 us."""
+    """Call a function that makes tensors for others, outside of torch's modes: to look costs 0.3 us, to leave 20."""
     if not (torch.is_inference_mode_enabled() or num_dispatch_modes() or num_function_modes()):
         return function(*arguments)
     with torch.inference_mode(False), no_modes(), no_torch_function():
@@ -129,7 +129,7 @@ class ReceiveQueue:
         self._waiting: tuple[_WaitingFrames, _WaitingFrames] = (deque(), _INTERNAL), (deque(), _ALL)
         # Frames that wait, or whose messages were not handled yet, by kind in the order in which they came.
         self._pending: dict[MessageKind, dict[int, Frame]] = {kind: {} for kind in MessageKind}
-        self._unfinished: dict[tuple[MessageKind, int], Frame] = {}  # the same, without notices, by number
+        self._unfinished: dict[tuple[MessageKind, int], Frame] = {}  # the same, without notices, by call id
 
     def put(self, frames: list[bytes]) -> None:
         """Queue frames, and take those that may go; an interruption is raised in the end."""
@@ -145,11 +145,11 @@ class ReceiveQueue:
         self._run()
         return frame.is_cancelled
 
-    def cancel(self, number: int) -> bool:
+    def cancel(self, call_id: int) -> bool:
         """Mark a call as cancelled; returns whether it is one that was not handled yet."""
         with self._lock:
             for kind in _CANCELLABLE:
-                frame = self._unfinished.get((kind, number))
+                frame = self._unfinished.get((kind, call_id))
                 if frame is not None:
                     frame.is_cancelled = True
                     return True
@@ -200,7 +200,11 @@ class ReceiveQueue:
                 frame = Frame(self._new.popleft(), self._peer)
                 self._num_seen += 1
                 frame.index = self._num_seen
-                queue = self._queue_of(frame)
+                queue = None
+                if frame.kind is MessageKind.NOTICE:
+                    queue = self._waiting[1]
+                elif frame.kind is MessageKind.INTERNAL_CALL or frame.has_references:
+                    queue = self._waiting[0]
                 may_go = queue is None or self._may_go(frame, queue[1])
                 if not may_go or not frame.is_complete:  # others never wait for a frame that is handled at once
                     self._remember(frame)
@@ -211,13 +215,6 @@ class ReceiveQueue:
             self._runner = None
             return None
 
-    def _queue_of(self, frame: Frame) -> _WaitingFrames | None:
-        if frame.kind is MessageKind.NOTICE:
-            return self._waiting[1]
-        if frame.kind is MessageKind.INTERNAL_CALL or frame.has_references:
-            return self._waiting[0]
-        return None
-
     def _may_go(self, frame: Frame, kinds: tuple[MessageKind, ...]) -> bool:
         for kind in kinds:
             pending = self._pending[kind]
@@ -227,9 +224,9 @@ class ReceiveQueue:
 
     def _remember(self, frame: Frame) -> None:
         if frame.kind is not MessageKind.NOTICE:
-            key = frame.kind, frame.number
+            key = frame.kind, frame.call_id
             if key in self._unfinished:
-                text = f"rank {self._peer} sent the {frame.kind.name} {frame.number} twice"
+                text = f"rank {self._peer} sent the {frame.kind.name} {frame.call_id} twice"
                 raise ProtocolError(text, ranks=(self._peer,))
             self._unfinished[key] = frame
         self._pending[frame.kind][frame.index] = frame
@@ -240,4 +237,4 @@ class ReceiveQueue:
         with self._lock:
             del self._pending[frame.kind][frame.index]
             if frame.kind is not MessageKind.NOTICE:
-                del self._unfinished[frame.kind, frame.number]
+                del self._unfinished[frame.kind, frame.call_id]

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_PENDING = "PENDING"
-
 _POLL_INTERVAL_SECONDS = 1.0  # how long a thread sleeps whose wake-up may be lost, when an interruption came between
 
 
@@ -87,7 +85,7 @@ class Future(concurrent.futures.Future[Any]):
                     self._executor.wait_events.wait(event, min(left, _POLL_INTERVAL_SECONDS))
             finally:
                 with self._condition, contextlib.suppress(ValueError):  # an interruption came before it was added
-                    if self._state == _PENDING:  # or they are being called
+                    if self._state == "PENDING":  # or they are being called
                         self._done_callbacks.remove(wake)  # type: ignore[attr-defined]
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ferrodist.rpc.future import OneShot
 
 Content = bytes | PackedValue
-"""The content of a message, beside its kind and number: see [Note: plain content]."""
+"""The content of a message, beside its kind and call id: see [Note: plain content]."""
 
 
 class MessageKind(enum.IntEnum):
@@ -54,8 +54,8 @@ HELLO = "ferrodist.hello"
 MET = "ferrodist.met"
 """(): the caller knows of the connection, and so of whatever is sent to it from now on. A notice."""
 
-NO_NUMBER = 0
-"""The number of a `NOTICE`."""
+NO_CALL_ID = 0
+"""The call id of a `NOTICE`."""
 
 
 class FailureKind(enum.IntEnum):
@@ -297,7 +297,7 @@ class ReferenceTransfer(ABC):
 
 
 class ValueCodec(ABC):
-    """Packs and unpacks values to and from each rank."""
+    """Packs and unpacks values to and from each rank; the agent's is its `RRefManager`."""
 
     def __init__(self, reference_codecs: Mapping[int, LeafCodec], *, allow_pickle: bool) -> None:
         arrays = ARRAY_CODEC

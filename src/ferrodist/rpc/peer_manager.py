@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -14,13 +14,12 @@ from ferrodist.errors import (
     NoConnectionError,
     PeerLostError,
 )
-from ferrodist.rpc.connection import RemotePeer
 from ferrodist.rpc.executor import SerialExecutor
 from ferrodist.rpc.messages import HELLO, MET
-from ferrodist.rpc.peer import LoopbackPeer, MessageHandler, Peer, PeerOptions
+from ferrodist.rpc.peer import LoopbackPeer, MessageHandler, Peer, PeerOptions, RemotePeer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.rpc.transport import RpcBackend
@@ -29,10 +28,8 @@ _GOODBYE_SECONDS = 2.0  # how long `PeerManager.close` waits for all peers toget
 
 _POLL_INTERVAL_SECONDS = 0.2  # between two checks whether a rank that is waited for can still come
 
-_NO_VERSION = (-1, -1)
 
-
-class PeerListener(Protocol):
+class PeerListener:
     """Listener for peers joining and leaving. For one peer the calls alternate."""
 
     def on_joined(self, rank: int, incarnation: int) -> None:
@@ -81,13 +78,30 @@ class PeerManager:
         """
         if self._is_closed:
             raise GroupClosedError("the agent was closed")
-        return self._peers.get(rank) or self._wait_to_get(rank, Deadline(timeout))
+        return self._peers.get(rank) or self.wait_for(rank, Deadline(timeout), even_if_lost=False)
 
-    def wait_for(self, rank: int, deadline: Deadline) -> None:
-        """Return when a peer is there, also one that was lost and is there again; raises as `get`."""
+    def wait_for(self, rank: int, deadline: Deadline, *, even_if_lost: bool = True) -> Peer:
+        """A peer once it is there, also one that was lost, unless that is an error; raises as `get`."""
         with self._changed:
-            self._await(rank, lambda: self._is_closed or rank in self._peers, deadline)
-            self._take(rank, deadline)
+            lost: Mapping[int, PeerLostError] = {} if even_if_lost else self._lost
+            while not (self._is_closed or rank in self._peers or rank in lost or deadline.expired):
+                reason = self._backend.hopeless(rank)
+                if reason:
+                    raise NoConnectionError(f"rank {rank} can't come any more: {reason}", ranks=(rank,))
+                self._changed.wait(min(deadline.remaining(), _POLL_INTERVAL_SECONDS))
+            if self._is_closed:
+                raise GroupClosedError("the agent was closed")
+            if rank in self._peers:
+                return self._peers[rank]
+            if rank in lost:
+                error = lost[rank]
+                text = error.message + self._backend.absence(rank)
+                raise PeerLostError(text, ranks=error.ranks) from error.__cause__
+        raise DistributedTimeoutError(
+            f"rank {rank} was not there within {deadline.timeout:g} s.{self._backend.absence(rank)} Was it started,"
+            " with this address, name and secret?",
+            ranks=(rank,),
+        )
 
     def is_absent_for_good(self, rank: int) -> bool:
         """Return True if a rank is not there, and can't come any more."""
@@ -106,33 +120,6 @@ class PeerManager:
             self._backend.close()
             self._leave()
 
-    def _wait_to_get(self, rank: int, deadline: Deadline) -> Peer:
-        with self._changed:
-            self._await(rank, lambda: self._is_closed or rank in self._peers or rank in self._lost, deadline)
-            if rank in self._lost and not self._is_closed and rank not in self._peers:
-                error = self._lost[rank]
-                raise PeerLostError(error.message + self._backend.absence(rank), ranks=error.ranks) from error.__cause__
-            return self._take(rank, deadline)
-
-    def _await(self, rank: int, is_known: Callable[[], bool], deadline: Deadline) -> None:
-        """Under the lock: return when a condition holds, or in time; raise when the rank can't come any more."""
-        while not (is_known() or deadline.expired):
-            reason = self._backend.hopeless(rank)
-            if reason:
-                raise NoConnectionError(f"rank {rank} can't come any more: {reason}", ranks=(rank,))
-            self._changed.wait(min(deadline.remaining(), _POLL_INTERVAL_SECONDS))
-
-    def _take(self, rank: int, deadline: Deadline) -> Peer:
-        if self._is_closed:
-            raise GroupClosedError("the agent was closed")
-        if rank in self._peers:
-            return self._peers[rank]
-        raise DistributedTimeoutError(
-            f"rank {rank} was not there within {deadline.timeout:g} s.{self._backend.absence(rank)} Was it started,"
-            " with this address, name and secret?",
-            ranks=(rank,),
-        )
-
     def _leave(self) -> None:
         self._was_left = True
         with self._changed:
@@ -147,36 +134,29 @@ class PeerManager:
     def joined(self, peer: int, pair: Backend, version: tuple[int, int]) -> None:
         """Take a group of this rank and another one; see `TransportListener`."""
         with self._exclusively(peer) as may_go_on:
-            if may_go_on and version > self._versions.get(peer, _NO_VERSION):
+            if may_go_on and version > self._versions.get(peer, (-1, -1)):
                 self._versions[peer] = version
                 remote = RemotePeer(peer, self._options, self._handler, pair, self._disconnected)
                 before = self._peers.get(peer)
-                if before is not None:
-                    assert isinstance(before, RemotePeer)
-                    self._replace(before)
+                if isinstance(before, RemotePeer):
+                    text = f"rank {peer} was started again, or has made a new connection for one that broke"
+                    error = PeerLostError(text, ranks=(peer,))
+                    before.group.abort(error)  # so that its connection ends
+                    self._remove(before, error)
                 for listener in self._listeners:
                     listener.on_joined(peer, version[0])
-                if self._publish(remote):
+                with self._changed:
+                    is_published = not self._is_closed
+                    if is_published:
+                        self._lost.pop(peer, None)
+                        self._peers[peer] = remote
+                        self._changed.notify_all()
+                if is_published:
                     remote.start()
                     remote.notify(MET)
                     remote.notify(HELLO, self._name)
                     return
         pair.close(0)
-
-    def _replace(self, peer: RemotePeer) -> None:
-        text = f"rank {peer.rank} was started again, or has made a new connection for one that broke"
-        error = PeerLostError(text, ranks=(peer.rank,))
-        peer.group.abort(error)  # so that its connection ends
-        self._remove(peer, error)
-
-    def _publish(self, peer: RemotePeer) -> bool:
-        with self._changed:
-            if self._is_closed:
-                return False
-            self._lost.pop(peer.rank, None)
-            self._peers[peer.rank] = peer
-            self._changed.notify_all()
-            return True
 
     # Called by peers.
 

@@ -1,5 +1,7 @@
 """The internal calls by which ranks keep reference counts: `RefCountClient` makes them, `RefCountServer` serves them.
 
+`RRefTransfer` counts the references in one message at their owners before the message is sent.
+
 [Note: references from third ranks]
 Rank S sends rank R a reference to an object of rank O. Each message with such references has a number of S's, its
 *fork id*, which goes with them. A process of a rank is named by its incarnation; a connection that breaks counts as the
@@ -37,21 +39,25 @@ import functools
 import itertools
 import secrets
 import threading
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ferrodist.errors import DistributedError, PeerLostError
-from ferrodist.rpc.messages import MET, OWN_NAMES, Call
-from ferrodist.rpc.refcount_tables import RRefTable
-from ferrodist.rpc.rref import ReferenceId, RRefOperations
-from ferrodist.rpc.rref_records import ForkKey, PendingFork, UserRRef
+import msgspec
+from typing_extensions import override
+
+from ferrodist.errors import DistributedError, DistributedTimeoutError, PeerLostError, RpcError
+from ferrodist.rpc.future import Future, OneShot
+from ferrodist.rpc.messages import MET, OWN_NAMES, Call, ReferenceTransfer
+from ferrodist.rpc.peer_manager import PeerListener
+from ferrodist.rpc.refcount_tables import ForkKey, PendingFork, RRefTable
+from ferrodist.rpc.rref import OwnedObject, ReferenceId, RRef, RRefOperations, UserRRef
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from ferrodist.deadline import Deadline
     from ferrodist.rpc.client import RpcClient
     from ferrodist.rpc.executor import SerialExecutor
-    from ferrodist.rpc.future import Future
     from ferrodist.rpc.peer import IncomingCall
     from ferrodist.rpc.server import RpcServer
 
@@ -77,21 +83,18 @@ _FORK_ID_BITS = 62
 _MAX_PER_MESSAGE = 32  # which keeps messages small, whatever the limit
 
 
-class RefCountClient:
+class RefCountClient(PeerListener):
     """An agent's reference counts, and the calls that keep those of other ranks up to date."""
 
     client: RpcClient
 
     def __init__(self, manager: RRefOperations, tasks: SerialExecutor) -> None:
-        self._tasks = tasks
+        self.tasks = tasks
         self.table = RRefTable(manager, tasks, self)
-        self._fork_ids = itertools.count(secrets.randbits(_FORK_ID_BITS))  # no other agent of this rank has the same
+        # One for each message with references that owners have to know of; no other agent of this rank has the same.
+        self.fork_ids = itertools.count(secrets.randbits(_FORK_ID_BITS))
         self._owners: dict[int, set[int]] = {}  # by rank: owners of references registered for it
         self._lock = threading.Lock()
-
-    def next_fork_id(self) -> int:
-        """The fork id for one message with references that owners have to know of."""
-        return next(self._fork_ids)
 
     def register(
         self, owner: int, peer: int, fork_id: int, counts: Mapping[ReferenceId, int], deadline: Deadline
@@ -99,25 +102,25 @@ class RefCountClient:
         """Register references at their owner before they are sent to a rank; the result is whether they may be."""
         with self._lock:
             self._owners.setdefault(peer, set()).add(owner)
-        arguments = (fork_id, peer, self.table.incarnation(peer), _plain(counts))
+        items = [(*id_, count) for id_, count in counts.items()]
+        arguments = (fork_id, peer, self.table.incarnation(peer), items)
         return self.client.call_internal(owner, Call(REGISTER, arguments, {}), deadline.remaining())
 
     def unregister(self, owner: int, fork_id: int) -> None:
         """Tell an owner that references were not sent; one that can't be told has lost this rank."""
         self._notify(owner, UNREGISTER, lambda: (fork_id,))
 
+    @override
     def on_joined(self, rank: int, incarnation: int) -> None:
-        """Count references of a peer; see `PeerListener`."""
         self.table.joined(rank, incarnation)
 
+    @override
     def on_lost(self, rank: int, error: PeerLostError) -> None:
-        """Drop the references of a peer, and settle those sent to it; see `PeerListener`."""
-        del error
         with self._lock:
             owners = self._owners.pop(rank, set())
-        arguments = (rank, self.next_fork_id())
+        arguments = (rank, next(self.fork_ids))
         for owner in owners - {rank}:
-            self._tasks.submit(functools.partial(self._notify, owner, LOST, lambda: arguments))
+            self.tasks.submit(functools.partial(self._notify, owner, LOST, lambda: arguments))
         self.table.lost(rank)
 
     # See `RefCountSender`.
@@ -126,12 +129,12 @@ class RefCountClient:
         """Give back references to an object, once its owner is sure to know of it."""
         creation = user_rref.creation
         if creation is not None and not creation.done():
-            creation.add_done_callback(lambda _: self._tasks.submit(functools.partial(self.send_release, user_rref)))
+            creation.add_done_callback(lambda _: self.tasks.submit(functools.partial(self.send_release, user_rref)))
             return
 
         def make_arguments() -> tuple[Any, ...] | None:
             count = self.table.give_back(user_rref)
-            return (_plain({user_rref.id: count}),) if count else None
+            return ([(*user_rref.id, count)],) if count else None
 
         owner = user_rref.id.owner
         self.send_confirmations(owner)  # references must be confirmed before: an older task may have led here
@@ -166,11 +169,18 @@ class RefCountClient:
         return True
 
 
-def _plain(counts: Mapping[ReferenceId, int]) -> list[Any]:
-    return [(*id_, count) for id_, count in counts.items()]
+_Counted = tuple[int, int, int, int, Annotated[int, msgspec.Meta(gt=0)]]
+"""An object's id, and a number of references."""
 
-
-_KEY_LENGTH = 2
+_ARGUMENTS: dict[str, Any] = {
+    REGISTER: tuple[int, int, int, list[_Counted]],
+    UNREGISTER: tuple[int],
+    CONFIRM: tuple[list[tuple[int, int, int, int, int, int]], list[ForkKey]],
+    RELEASE: tuple[list[_Counted]],
+    SETTLE: tuple[int, list[int]],
+    LOST: tuple[int, int],
+    MET: tuple[()],
+}
 
 
 class RefCountServer:
@@ -181,61 +191,206 @@ class RefCountServer:
         self._rank = rank
         self._world_size = world_size
         self._server = server
-        for name in (REGISTER, UNREGISTER, CONFIRM, RELEASE, SETTLE, LOST, MET):
+        for name in _ARGUMENTS:
             server.register_internal(name, self._serve)
 
     def _serve(self, incoming: IncomingCall, call: Call) -> None:
         """Serve a call; raises RpcError if an object is not here, and ValueError if no agent makes such a call."""
         peer = incoming.peer.rank
-        match call.name, call.arguments:
-            case str(name), (fork_id, int(user), int(incarnation), list(items)) if name == REGISTER:
-                self._check_third_rank(user, peer)
-                counts, respond = self._counts(items), functools.partial(self._server.respond, incoming)
-                self._table.register(PendingFork((peer, _integer(fork_id)), user, incarnation, counts, respond))
-                return
-            case str(name), (fork_id,) if name == UNREGISTER:
-                self._table.unregister((peer, _integer(fork_id)))
-            case str(name), (list(arrived), list(settled)) if name == CONFIRM:
-                received = [self._received(item) for item in arrived]
-                self._table.confirm(peer, received, [self._key(item) for item in settled])
-            case str(name), (list(items),) if name == RELEASE:
-                self._table.release(peer, self._counts(items))
-            case str(name), (int(sender), list(fork_ids)) if name == SETTLE:
-                self._check_third_rank(sender, peer)
-                self._table.refuse(peer, sender, [_integer(fork_id) for fork_id in fork_ids])
-            case str(name), (int(user), fork_id) if name == LOST:
-                self._check_third_rank(user, peer)
-                self._table.settle(peer, user, _integer(fork_id))
-            case str(name), () if name == MET:
-                self._table.met(peer)
-            case _:
-                raise ValueError("it says nothing of references")
+        name, arguments = call.name, msgspec.convert(call.arguments, _ARGUMENTS[call.name])
+        if name == REGISTER:
+            fork_id, user, incarnation, items = arguments
+            self._check_third_rank(user, peer)
+            respond = functools.partial(self._server.respond, incoming)
+            self._table.register(PendingFork((peer, fork_id), user, incarnation, self._counts(items), respond))
+            return
+        if name == UNREGISTER:
+            self._table.unregister((peer, *arguments))
+        elif name == CONFIRM:
+            arrived, settled = arguments
+            received = [((sender, fork_id), self._parse(*id_)) for sender, fork_id, *id_ in arrived]
+            self._table.confirm(peer, received, settled)
+        elif name == RELEASE:
+            self._table.release(peer, self._counts(*arguments))
+        elif name == SETTLE:
+            sender, fork_ids = arguments
+            self._check_third_rank(sender, peer)
+            self._table.refuse(peer, sender, fork_ids)
+        elif name == LOST:
+            user, fork_id = arguments
+            self._check_third_rank(user, peer)
+            self._table.settle(peer, user, fork_id)
+        else:
+            self._table.met(peer)
         self._server.respond(incoming, None)
 
     def _check_third_rank(self, rank: int, peer: int) -> None:
         if not (0 <= rank < self._world_size) or rank in (peer, self._rank):
             raise ValueError("it says nothing of a third rank")
 
-    def _counts(self, items: list[Any]) -> dict[ReferenceId, int]:
-        counts: dict[ReferenceId, int] = {}
-        for item in items:
-            if not (isinstance(item, tuple) and item and type(item[-1]) is int and item[-1] > 0):
-                raise ValueError("it is no number of references")
-            counts[ReferenceId.parse(item[:-1], self._world_size)] = item[-1]
-        return counts
+    def _parse(self, *plain: int) -> ReferenceId:
+        return ReferenceId.parse(plain, self._world_size)
 
-    def _received(self, item: Any) -> tuple[ForkKey, ReferenceId]:
-        if isinstance(item, tuple):
-            return self._key(item[:_KEY_LENGTH]), ReferenceId.parse(item[_KEY_LENGTH:], self._world_size)
-        raise ValueError("it names nothing that came")
-
-    def _key(self, item: Any) -> ForkKey:
-        if isinstance(item, tuple) and len(item) == _KEY_LENGTH:
-            return _integer(item[0]), _integer(item[1])
-        raise ValueError("it names no message")
+    def _counts(self, items: list[_Counted]) -> dict[ReferenceId, int]:
+        return {self._parse(*id_): count for *id_, count in items}
 
 
-def _integer(value: Any) -> int:
-    if type(value) is int:
-        return value
-    raise ValueError(f"{value!r} is no number")
+class RRefTransfer(ReferenceTransfer):
+    """The references in one message.
+
+    The receiver is counted at their owners before the message goes (see [Note: reference counts] and [Note: references
+    from third ranks]). Where that takes a message to an owner, this one is sent when the response is there, and no
+    thread waits for that: calls may be made in threads that receive responses.
+    """
+
+    def __init__(
+        self,
+        refcounts: RefCountClient,
+        peer: int,
+        references: list[RRef],
+        fork_id: int,
+        *,
+        is_loopback: bool,
+    ) -> None:
+        self._refcounts = refcounts
+        self._is_loopback = is_loopback
+        self._peer = peer
+        self._fork_id = fork_id  # used if an owner is a third rank
+        self._references = references
+        self._has_ended = False
+        self._own: Counter[ReferenceId] = Counter()
+        self._by_third_owner: dict[int, Counter[ReferenceId]] = {}
+        for reference in references:
+            id_ = reference._record.id
+            if reference.is_owner:
+                self._own[id_] += 1
+            elif id_.owner != peer:
+                self._by_third_owner.setdefault(id_.owner, Counter())[id_] += 1
+
+    @override
+    def send(
+        self, transmit: Callable[[], None], on_error: Callable[[BaseException], None], deadline: Deadline
+    ) -> OneShot[BaseException | None] | None:
+        if self._is_loopback:  # the receiver has the references
+            transmit()
+            return None
+        unsent = [each for each in map(_unsent_creation, self._references) if each is not None]
+        if not (unsent or self._by_third_owner):
+            self._transmit(transmit)
+            return None
+        sent: OneShot[BaseException | None] = OneShot()
+
+        def end(error: BaseException | None) -> None:
+            if error is not None:
+                on_error(error)
+            sent.set(error)
+
+        # An owner must know of an object that it makes before it receives references to it.
+        _after_all([each.add_callback for each in unsent], lambda: self._register(unsent, transmit, end, deadline))
+        return sent
+
+    @override
+    def forget(self, _: object = None) -> None:
+        self._has_ended = True
+        self._references.clear()
+
+    def _register(
+        self,
+        unsent: Sequence[OneShot[BaseException | None]],
+        transmit: Callable[[], None],
+        end: Callable[[BaseException | None], None],
+        deadline: Deadline,
+    ) -> None:
+        error = next((error for each in unsent for error in each.peek() if error is not None), None)
+        if error is not None or self._has_ended:
+            end(error or _given_up_error())
+            return
+        calls: dict[int, Future] = {}
+        try:
+            for owner, counts in self._by_third_owner.items():
+                calls[owner] = self._refcounts.register(owner, self._peer, self._fork_id, counts, deadline)
+        except ValueError as too_large:  # REGISTER, for the limit of messages
+            self._unregister()
+            end(too_large)
+            return
+        # The thread that receives responses must not be held up by what may be a large message.
+        _after_all(
+            [call.add_done_callback for call in calls.values()],
+            lambda: self._refcounts.tasks.submit(lambda: self._finish(calls, transmit, end)),
+        )
+
+    def _finish(
+        self, calls: dict[int, Future], transmit: Callable[[], None], end: Callable[[BaseException | None], None]
+    ) -> None:
+        errors = {owner: error for owner, call in calls.items() if (error := self._error_of(owner, call)) is not None}
+        for owner, error in errors.items():
+            if not isinstance(error, DistributedTimeoutError):  # then it is unknown whether they are registered
+                del self._by_third_owner[owner]
+        error = next(iter(errors.values()), _given_up_error() if self._has_ended else None)
+        try:
+            if error is None:
+                self._transmit(transmit)
+            else:
+                self._unregister()
+        except Exception as raised:  # noqa: BLE001 - it is the caller's
+            error = raised
+        end(error)
+
+    def _error_of(self, owner: int, call: Future) -> BaseException | None:
+        error = call.exception()
+        if error is None and call.result() is not True:
+            return PeerLostError(
+                f"rank {self._peer} can't be sent references to objects of rank {owner}, which has lost it, or knows"
+                " that it was started again",
+                ranks=(self._peer,),
+            )
+        return error
+
+    def _transmit(self, transmit: Callable[[], None]) -> None:
+        table = self._refcounts.table
+        try:
+            connection = table.count(self._peer, self._own)
+        except BaseException:
+            self._unregister()
+            raise
+        try:
+            transmit()
+        except BaseException:
+            table.uncount(self._peer, self._own, connection)
+            self._unregister()
+            raise
+
+    def _unregister(self) -> None:
+        for owner in self._by_third_owner:
+            self._refcounts.unregister(owner, self._fork_id)
+
+
+def _unsent_creation(reference: RRef) -> OneShot[BaseException | None] | None:
+    """The sending of the call that makes an object, where the owner may not know of the object yet."""
+    record = reference._record
+    if isinstance(record, OwnedObject) or record.creation is None:
+        return None
+    sent = record.creation._sent
+    return None if sent is None or sent.peek() == [None] else sent
+
+
+def _given_up_error() -> RpcError:
+    return RpcError("the call had ended before it could be sent: references in it were to be registered first")
+
+
+def _after_all(events: Sequence[Callable[[Callable[[object], None]], object]], then: Callable[[], None]) -> None:
+    """Call a function once, after all events have fired: now, or in the thread of the last one."""
+    lock, left = threading.Lock(), len(events)
+
+    def one_more(_: object) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_last = not left
+        if is_last:
+            then()
+
+    if not events:
+        then()
+    for add_callback in events:
+        add_callback(one_more)

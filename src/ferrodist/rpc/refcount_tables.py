@@ -15,14 +15,13 @@ import threading
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ferrodist.errors import PeerLostError, RpcError
-from ferrodist.rpc.rref import ReferenceId, RRef, RRefOperations
-from ferrodist.rpc.rref_records import FREED, ForkKey, OwnedObject, PendingFork, PendingForks, UserRRef
+from ferrodist.rpc.rref import FREED, OwnedObject, ReferenceId, RRef, RRefOperations, UserRRef
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from ferrodist.rpc.executor import SerialExecutor
     from ferrodist.rpc.future import Future
@@ -51,6 +50,77 @@ class _PeerState:
     connection: int = 0
     is_there: bool = False
     has_met: bool = False  # whether the peer knows of this connection
+
+
+ForkKey = tuple[int, int]
+"""A message with references of third ranks: its sender, and its fork id."""
+
+
+class PendingFork:
+    """References in one message from a third rank, as their owner knows them until they have arrived."""
+
+    def __init__(
+        self, key: ForkKey, user: int, incarnation: int, counts: dict[ReferenceId, int], respond: Callable[[Any], None]
+    ) -> None:
+        self.key = key
+        self.sender, self.fork_id = key
+        self.user = user
+        self.incarnation = incarnation
+        self.counts = counts  # by object; those that have arrived are taken off
+        self.must_settle = False  # whether the user is asked which have arrived, for no more will
+        # Takes whether the message may be sent; None once it may have been.
+        self.respond: Callable[[Any], None] | None = respond
+
+    def take_respond(self) -> list[Callable[[Any], None]]:
+        """The function that takes the answer, in a list; an empty list after the first time."""
+        respond, self.respond = self.respond, None
+        return [] if respond is None else [respond]
+
+
+class PendingForks:
+    """All pending forks of an owner's objects; the caller's lock guards them."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[ForkKey, PendingFork] = {}
+        self.totals: dict[ReferenceId, int] = {}  # pending references, by object
+
+    def add(self, fork: PendingFork) -> None:
+        """Add a fork; raises ValueError if there is one with its id."""
+        if self.by_key.setdefault(fork.key, fork) is not fork:
+            raise ValueError(f"rank {fork.sender} has sent fork id {fork.fork_id} before")
+        for id_, count in fork.counts.items():
+            self.totals[id_] = self.totals.get(id_, 0) + count
+
+    def sent_by(self, sender: int) -> list[PendingFork]:
+        """The pending forks of a sender."""
+        return [each for each in self.by_key.values() if each.sender == sender]
+
+    def sent_to(self, user: int) -> list[PendingFork]:
+        """The pending forks for a receiver."""
+        return [each for each in self.by_key.values() if each.user == user]
+
+    def arrive(self, fork: PendingFork, id_: ReferenceId) -> None:
+        """Take off a reference that has arrived."""
+        if id_ in fork.counts:
+            self._subtract(fork.counts, id_, 1)
+            self._subtract(self.totals, id_, 1)
+            if not fork.counts:
+                del self.by_key[fork.key]
+
+    def drop(self, fork: PendingFork) -> Iterable[ReferenceId]:
+        """Forget what has not arrived, if the fork is pending; returns the objects."""
+        if self.by_key.get(fork.key) is not fork:
+            return ()
+        del self.by_key[fork.key]
+        for id_, count in fork.counts.items():
+            self._subtract(self.totals, id_, count)
+        return fork.counts
+
+    @staticmethod
+    def _subtract(counts: dict[ReferenceId, int], id_: ReferenceId, count: int) -> None:
+        counts[id_] -= count
+        if not counts[id_]:
+            del counts[id_]
 
 
 class RefCountSender(Protocol):
@@ -142,7 +212,8 @@ class RRefTable:
     def give_back(self, user_rref: UserRRef) -> int:
         """Take the number of references that an owner is to be sent back."""
         with self._lock:
-            return user_rref.take_count(self._peers[user_rref.id.owner].connection)
+            count, user_rref.count = user_rref.count, 0
+            return count if user_rref.connection == self._peers[user_rref.id.owner].connection else 0
 
     # Objects of this rank.
 
@@ -215,7 +286,7 @@ class RRefTable:
     def unregister(self, key: ForkKey) -> None:
         """Drop the pending fork of a message that was not sent."""
         with self._lock:
-            fork = self._forks.find(key)
+            fork = self._forks.by_key.get(key)
         if fork is not None:
             self._drop([fork])
 
@@ -235,10 +306,10 @@ class RRefTable:
             for key, id_ in arrived:
                 if id_ in self._owned:
                     self._add(user, id_, 1)
-                    fork = self._forks.find(key)
+                    fork = self._forks.by_key.get(key)
                     if fork is not None and fork.user == user:
                         self._forks.arrive(fork, id_)
-            found = [self._forks.find(key) for key in settled]
+            found = [self._forks.by_key.get(key) for key in settled]
             self._drop([each for each in found if each is not None and each.must_settle and each.user == user])
 
     def settle(self, sender: int, user: int, fork_id: int) -> None:
@@ -298,7 +369,7 @@ class RRefTable:
     def snapshot(self) -> ReferenceCounts:
         """The number of objects."""
         with self._lock:
-            for_others = sum(bool(owned.counts) or self._forks.has(id_) for id_, owned in self._owned.items())
+            for_others = sum(bool(owned.counts) or id_ in self._forks.totals for id_, owned in self._owned.items())
             return ReferenceCounts(
                 for_others=for_others, for_itself=len(self._owned) - for_others, elsewhere=len(self._used)
             )
@@ -314,8 +385,8 @@ class RRefTable:
     def _settle(self, forks: Iterable[PendingFork]) -> None:
         """Find out what has arrived of messages; those that were not answered yet were not sent."""
         with self._lock:
-            unsent = [each for each in forks if not each.is_answered]
-            sent = [each for each in forks if each.is_answered]
+            unsent = [each for each in forks if each.respond is not None]
+            sent = [each for each in forks if each.respond is None]
             for each in sent:
                 each.must_settle = True
         self._drop(unsent)
@@ -353,7 +424,7 @@ class RRefTable:
         self._sender.send_release(record)
 
     def _free_unused(self, owned: OwnedObject) -> None:
-        is_used = owned.counts or self._forks.has(owned.id) or owned.handle() is not None
+        is_used = owned.counts or owned.id in self._forks.totals or owned.handle() is not None
         if not is_used and self._owned.get(owned.id) is owned:
             del self._owned[owned.id]
             self._tasks.submit(owned.drop)  # the end of an object must not hold up the thread that receives messages

@@ -1,16 +1,15 @@
-"""`RRef`: a reference to an object that may be on another rank."""
+"""`RRef`: a reference to an object that may be on another rank; the records of objects, here and elsewhere."""
 
 from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
-from ferrodist.rpc.messages import OWN_NAMES
+from ferrodist.rpc.future import Future, OneShot
+from ferrodist.rpc.messages import OWN_NAMES, Failure, FailureKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from ferrodist.rpc.future import Future
 
 FETCH = f"{OWN_NAMES}to_here"
 """(object): the internal call that returns a copy."""
@@ -35,6 +34,38 @@ class ReferenceId(NamedTuple):
             if 0 <= found.owner < world_size and 0 <= found.creator < world_size:
                 return found
         raise ValueError("what should name a remote object does not")
+
+
+FREED = "the object was freed: its owner knows of no reference to it"
+
+
+class OwnedObject:
+    """An object at its owner, or one that is being made there."""
+
+    def __init__(self, id_: ReferenceId) -> None:
+        self.id = id_
+        self.counts: dict[int, int] = {}  # by rank, the number of references sent to it
+        self.handle: Callable[[], RRef | None] = lambda: None  # this rank's own reference, while there is one
+        self.value: OneShot[Any] = OneShot()  # the object, or a `Failure` that says why it could not be made
+
+    def drop(self) -> None:
+        """Forget the object."""
+        self.value.set(Failure(FailureKind.UNKNOWN, "", FREED, ""), replace=True)
+
+
+class UserRRef:
+    """This rank's references to an object on another rank."""
+
+    def __init__(self, id_: ReferenceId, creation: Future | None = None) -> None:
+        self.id = id_
+        self.creation = creation  # the call that makes the object, if this rank made that call
+        self.count = self.connection = 0  # references received, in this connection with the owner
+        self.handle: Callable[[], RRef | None] = lambda: None
+
+    def add(self, connection: int) -> None:
+        """Count a received reference."""
+        self.count = 1 if self.connection != connection else self.count + 1
+        self.connection = connection
 
 
 class RRefOperations(Protocol):
@@ -62,15 +93,14 @@ class RRef:
 
     __slots__ = ("__weakref__", "_manager", "_record")
 
-    def __init__(self, manager: RRefOperations, record: Any) -> None:
+    def __init__(self, manager: RRefOperations, record: OwnedObject | UserRRef) -> None:
         self._manager = manager
-        self._record = record  # an `OwnedObject` or a `UserRRef`
+        self._record = record
 
     @property
     def owner(self) -> int:
         """The rank that has the object."""
-        owner: int = self._record.id.owner
-        return owner
+        return self._record.id.owner
 
     @property
     def is_owner(self) -> bool:
@@ -127,17 +157,16 @@ class RRef:
 
     def remote(self, timeout: float | None = None) -> Methods:
         """The object's methods, as `rpc_sync`; results stay at the owner, and calls give references to them."""
-        return Methods(functools.partial(self._create_by_method, timeout))
+
+        def create(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> RRef:
+            return self._manager.create(self.owner, f"{METHOD}{name}", (self, arguments, keywords), timeout)
+
+        return Methods(create)
 
     def _call_method(
         self, timeout: float | None, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Future:
         return self._manager.call(self.owner, f"{METHOD}{name}", (None, self, arguments, keywords), timeout)
-
-    def _create_by_method(
-        self, timeout: float | None, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> RRef:
-        return self._manager.create(self.owner, f"{METHOD}{name}", (self, arguments, keywords), timeout)
 
     def __copy__(self) -> RRef:
         return self
@@ -164,3 +193,14 @@ class Methods:
         if name.startswith("_"):
             raise AttributeError(f"{name!r} is no public method, and only those are called on other ranks")
         return lambda *arguments, **keywords: self._call(name, arguments, keywords)
+
+
+def owned_object(reference: RRef) -> OwnedObject:
+    """The object of a reference, at its owner; raises ValueError elsewhere."""
+    record = reference._record
+    if isinstance(record, OwnedObject):
+        return record
+    raise ValueError(
+        f"the object is on rank {record.id.owner}, not here: take to_here() for a copy, or call its methods with"
+        " rpc_sync()"
+    )

@@ -1,4 +1,4 @@
-"""`RpcServer`: the calls that peers make, and their responses."""
+"""`RpcServer`: all messages of peers. It serves their calls, and hands their responses to the client."""
 
 from __future__ import annotations
 
@@ -34,16 +34,22 @@ from ferrodist.wording import counted, with_article
 if TYPE_CHECKING:
     from ferrodist.rpc.client import RpcClient
     from ferrodist.rpc.executor import Executor
-    from ferrodist.rpc.metrics import RpcMetrics
 
     InternalHandler = Callable[[IncomingCall, Call], object]
 
 
 class FunctionRegistry:
-    """The functions that may be called, by name."""
+    """The functions that may be called, by name; raises as `register`, and TypeError if they are not in a mapping."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
+        if not isinstance(functions, Mapping):
+            raise TypeError(
+                f"functions are given by their names, as in {{'add': add}}, not as"
+                f" {with_article(type(functions).__name__)}"
+            )
+        for name, function in functions.items():
+            self.register(name, function)
 
     def register(self, name: str, function: Callable[..., Any]) -> None:
         """Register a function; see `RpcAgent.register`."""
@@ -56,16 +62,6 @@ class FunctionRegistry:
         if self.functions.setdefault(name, function) is not function:
             raise ValueError(f"there is a function {name!r} already: take another name")
 
-    def register_all(self, functions: Mapping[str, Callable[..., Any]]) -> None:
-        """Register functions by their names; raises as `register`, and TypeError if this is not a mapping."""
-        if not isinstance(functions, Mapping):
-            raise TypeError(
-                f"functions are given by their names, as in {{'add': add}}, not as"
-                f" {with_article(type(functions).__name__)}"
-            )
-        for name, function in functions.items():
-            self.register(name, function)
-
     def classes(self) -> set[type]:
         """The registered classes."""
         return {function for function in list(self.functions.values()) if isinstance(function, type)}
@@ -77,7 +73,7 @@ serving_agent: contextvars.ContextVar[Any] = contextvars.ContextVar("ferrodist-r
 _MAX_INTERNAL_CALLS = 100  # internal calls beside those in a window: one for each response with references
 
 _MAX_FAILURE_CHARACTERS, _MAX_TYPE_NAME_CHARACTERS = 300, 40
-"""Of a failure that can't be sent as it is: a frame has room for them, whatever the limit of messages."""
+"""Lengths to which a failure is cut that can't be sent as it is: a frame has room for them, whatever the limit."""
 
 
 class RpcServer(MessageHandler):
@@ -89,7 +85,6 @@ class RpcServer(MessageHandler):
         executor: Executor,
         codec: ValueCodec,
         client: RpcClient,
-        metrics: RpcMetrics,
         *,
         max_outstanding: int,
         timeout: float,
@@ -98,11 +93,10 @@ class RpcServer(MessageHandler):
         self._executor = executor
         self._codec = codec
         self._client = client
-        self._metrics = metrics
         self._max_incoming = 2 * max_outstanding + _MAX_INTERNAL_CALLS
         self._timeout = timeout
         self._internal: dict[str, InternalHandler] = {}
-        self._serving: set[IncomingCall] = set()
+        self.serving: set[IncomingCall] = set()  # calls of users' functions that are not answered
         self._is_closing = False
 
     def register_internal(self, name: str, handler: InternalHandler) -> None:
@@ -113,11 +107,6 @@ class RpcServer(MessageHandler):
         """
         self._internal[name] = handler
 
-    @property
-    def num_serving(self) -> int:
-        """The number of calls of users' functions that are not answered."""
-        return len(self._serving)
-
     def close(self) -> None:
         """Send no more failures: what fails now does so as the agent closes, which callers are about to learn."""
         self._is_closing = True
@@ -125,52 +114,49 @@ class RpcServer(MessageHandler):
     # Messages; see `MessageHandler`.
 
     @override
-    def on_message(self, peer: Peer, kind: MessageKind, number: int, content: Content) -> None:
-        if kind is MessageKind.CALL:
-            incoming = IncomingCall(peer, number, content)
+    def on_message(self, peer: Peer, kind: MessageKind, call_id: int, content: Content) -> None:
+        if kind is MessageKind.CALL or kind is MessageKind.INTERNAL_CALL:
+            incoming = IncomingCall(peer, call_id, content)
             if self._accept(incoming):
-                self.submit(incoming)
-        elif kind is MessageKind.INTERNAL_CALL:
-            incoming = IncomingCall(peer, number, content)
-            if self._accept(incoming):
-                self._serve_internal(incoming)
+                serve = self.submit if kind is MessageKind.CALL else self._serve_internal
+                serve(incoming)
         elif kind is MessageKind.NOTICE:
             self._serve_internal(IncomingCall(peer, None, content))
         elif kind is MessageKind.CANCEL:
-            call = peer.incoming.get(number)
+            call = peer.incoming.get(call_id)
             if call is not None:
                 call.cancel()
         else:
-            self._client.on_response(peer.rank, number, kind, content)
+            self._client.on_response(peer.rank, call_id, kind, content)
 
     @override
-    def on_cancelled_message(self, peer: Peer, number: int, content: Content) -> None:
+    def on_cancelled_message(self, peer: Peer, call_id: int, content: Content) -> None:
         self._discard(peer, content)
-        self._metrics.count("failed")
+        self._client.metrics.count("failed")
         text = "the call's tensors were on their way until its caller had given up"
-        self._send_response(peer, number, Failure(FailureKind.EXPIRED, "", text, ""))
+        self._send_response(peer, call_id, Failure(FailureKind.EXPIRED, "", text, ""))
 
     @override
-    def on_undecodable(self, peer: Peer, kind: MessageKind, number: int, error: DistributedError) -> None:
+    def on_undecodable(self, peer: Peer, kind: MessageKind, call_id: int, error: DistributedError) -> None:
         failure = Failure(FailureKind.UNDECODABLE, "", str(error), "")
         if kind in (MessageKind.CALL, MessageKind.INTERNAL_CALL):
-            self._send_response(peer, number, failure)
+            self._send_response(peer, call_id, failure)
         else:
-            self._client.on_response(peer.rank, number, MessageKind.FAILURE, pack_failure(failure))
+            self._client.on_response(peer.rank, call_id, MessageKind.FAILURE, pack_failure(failure))
 
     def _accept(self, incoming: IncomingCall) -> bool:
         """Add a call to those of its peer; refuse it if they are too many."""
-        peer, number = incoming.peer, incoming.number
-        assert number is not None
+        peer, call_id = incoming.peer, incoming.call_id
+        assert call_id is not None
         if len(peer.incoming) >= self._max_incoming:
             assert incoming.content is not None
             self._discard(peer, incoming.content)
             calls = counted(len(peer.incoming), "call")
             text = f"rank {peer.rank} has {calls} here without a result, as many as may be"
-            self._send_response(peer, number, Failure(FailureKind.OVERLOADED, "", text, ""))
+            self._send_response(peer, call_id, Failure(FailureKind.OVERLOADED, "", text, ""))
             return False
-        if peer.incoming.setdefault(number, incoming) is not incoming:
-            raise ProtocolError(f"rank {peer.rank} made call {number} twice", ranks=(peer.rank,))
+        if peer.incoming.setdefault(call_id, incoming) is not incoming:
+            raise ProtocolError(f"rank {peer.rank} made call {call_id} twice", ranks=(peer.rank,))
         return True
 
     def _unpack(self, peer: Peer, content: Content) -> Call:
@@ -197,14 +183,12 @@ class RpcServer(MessageHandler):
                 responses: list[tuple[int, Any]] = []
                 if outer is None:
                     responses, peer.deferred = peer.deferred, responses
-        for number, value in responses:
-            self._send_response(peer, number, value)
+        for call_id, value in responses:
+            self._send_response(peer, call_id, value)
 
     def _handle_internal(self, incoming: IncomingCall) -> None:
-        content, incoming.content = incoming.content, None
-        assert content is not None
         try:
-            call = self._unpack(incoming.peer, content)
+            call = self._take_call(incoming)
         except (ProtocolError, PeerLostError) as error:
             self.respond(incoming, Failure(FailureKind.UNDECODABLE, "", str(error), ""))
             return
@@ -226,7 +210,7 @@ class RpcServer(MessageHandler):
         """Have a worker serve a call: the packed one, or another, by the registered function, or another."""
         incoming.call, incoming.function = call, function
         incoming.is_submitted = True
-        self._serving.add(incoming)
+        self.serving.add(incoming)
         self._executor.submit(functools.partial(self._run, incoming))
 
     def _run(self, incoming: IncomingCall) -> None:
@@ -268,7 +252,15 @@ class RpcServer(MessageHandler):
 
     def _run_coroutine(self, incoming: IncomingCall, awaitable: Any) -> None:
         """Answer a call with the result of an awaitable."""
-        coroutine = self._await_and_respond(incoming, awaitable)
+
+        async def await_and_respond() -> None:
+            try:
+                value = await awaitable
+            except BaseException as error:  # noqa: BLE001 - it is the caller's, and no reason for the loop to end
+                value = failure_of(error)
+            self.respond(incoming, value)
+
+        coroutine = await_and_respond()
         try:
             future = self._executor.event_loop.run(coroutine)
         except RuntimeError:  # closed meanwhile
@@ -279,72 +271,60 @@ class RpcServer(MessageHandler):
         else:
             incoming.on_cancel(future.cancel)
 
-    async def _await_and_respond(self, incoming: IncomingCall, awaitable: Any) -> None:
-        try:
-            value = await awaitable
-        except BaseException as error:  # noqa: BLE001 - it is the caller's, and no reason for the loop to end
-            value = failure_of(error)
-        self.respond(incoming, value)
-
     # Responses.
 
     def respond(self, incoming: IncomingCall, value: Any) -> None:
         """Answer a call with a value or a `Failure`; does not raise."""
         if incoming.is_submitted:
-            self._metrics.count("failed" if isinstance(value, Failure) else "served")
+            self._client.metrics.count("failed" if isinstance(value, Failure) else "served")
         try:
             if incoming.on_result is not None:
                 value = incoming.on_result(value)
         finally:  # calls that follow from it are being served by now, and the caller's has not ended
-            self._serving.discard(incoming)
+            self.serving.discard(incoming)
         incoming.function = incoming.on_result = None
-        if incoming.number is not None:
-            incoming.peer.incoming.pop(incoming.number, None)
-            self._send_response(incoming.peer, incoming.number, value)
+        if incoming.call_id is not None:
+            incoming.peer.incoming.pop(incoming.call_id, None)
+            self._send_response(incoming.peer, incoming.call_id, value)
 
-    def _send_response(self, peer: Peer, number: int, value: Any) -> None:
+    def _send_response(self, peer: Peer, call_id: int, value: Any) -> None:
         if peer.internal_thread == threading.get_ident():
-            peer.deferred.append((number, value))
+            peer.deferred.append((call_id, value))
             return
         if isinstance(value, Failure):
             if not self._is_closing:
-                self._send_failure(peer, number, value)
+                self._send_failure(peer, call_id, value)
             return
         try:
-            content = pack_plain_result(value)
-            if content is not None:
-                peer.send(MessageKind.RESULT, number, content)
-            else:
-                self._send_value(peer, number, value)
+            content: Content | None = pack_plain_result(value)
+            transfer = None
+            if content is None:
+                content, transfer = self._codec.pack(peer.rank, pack_result, value)
+            if transfer is None:
+                peer.send(MessageKind.RESULT, call_id, content)
+                return
+            send = functools.partial(peer.send, MessageKind.RESULT, call_id, content)
+            sent = transfer.send(send, functools.partial(self._send_unsendable, peer, call_id), Deadline(self._timeout))
+            if sent is not None:
+                sent.add_callback(transfer.forget)
         except (TypeError, ValueError, DistributedError) as error:
-            self._send_unsendable(peer, number, error)
+            self._send_unsendable(peer, call_id, error)
         except Exception as error:  # noqa: BLE001 - a value of the user's may raise anything when it is looked at
-            self._send_unsendable(peer, number, TypeError(f"the result can't travel: {describe_error(error)}"))
+            self._send_unsendable(peer, call_id, TypeError(f"the result can't travel: {describe_error(error)}"))
 
-    def _send_value(self, peer: Peer, number: int, value: Any) -> None:
-        content, transfer = self._codec.pack(peer.rank, pack_result, value)
-        send = functools.partial(peer.send, MessageKind.RESULT, number, content)
-        if transfer is None:
-            send()
-            return
-        on_error = functools.partial(self._send_unsendable, peer, number)
-        sent = transfer.send(send, on_error, Deadline(self._timeout))
-        if sent is not None:
-            sent.add_callback(transfer.forget)
-
-    def _send_unsendable(self, peer: Peer, number: int, error: BaseException) -> None:
+    def _send_unsendable(self, peer: Peer, call_id: int, error: BaseException) -> None:
         """Send why a result can't be sent: it is of another type, or too large, or the caller is gone."""
-        self._send_failure(peer, number, Failure(FailureKind.UNENCODABLE, type(error).__name__, str(error), ""))
+        self._send_failure(peer, call_id, Failure(FailureKind.UNENCODABLE, type(error).__name__, str(error), ""))
 
-    def _send_failure(self, peer: Peer, number: int, failure: Failure) -> None:
+    def _send_failure(self, peer: Peer, call_id: int, failure: Failure) -> None:
         with contextlib.suppress(DistributedError):  # the caller is gone
             try:
-                peer.send(MessageKind.FAILURE, number, pack_failure(failure))
+                peer.send(MessageKind.FAILURE, call_id, pack_failure(failure))
             except Exception:  # noqa: BLE001 - a traceback may be too large, or text that can't be encoded
                 escaped = failure.text[:_MAX_FAILURE_CHARACTERS].encode("ascii", "backslashreplace")
                 text = escaped[:_MAX_FAILURE_CHARACTERS].decode("ascii")
                 short = Failure(failure.kind, failure.type_name[:_MAX_TYPE_NAME_CHARACTERS], text, "")
-                peer.send(MessageKind.FAILURE, number, pack_failure(short))
+                peer.send(MessageKind.FAILURE, call_id, pack_failure(short))
 
 
 def failure_of(error: BaseException) -> Failure:

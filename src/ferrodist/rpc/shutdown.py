@@ -16,8 +16,11 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from typing_extensions import override
+
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, PeerLostError, ranks_text
 from ferrodist.rpc.messages import Call
+from ferrodist.rpc.peer_manager import PeerListener
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -49,13 +52,8 @@ class _Status(NamedTuple):
     ended: int
     served: int
 
-    @property
-    def is_quiet(self) -> bool:
-        """True if no call of the rank's is under way, and it serves none."""
-        return self.made == self.ended and not self.served
 
-
-class GracefulShutdown:
+class GracefulShutdown(PeerListener):
     """One agent's part in draining."""
 
     def __init__(self, rank: int, world_size: int, client: RpcClient, server: RpcServer) -> None:
@@ -118,15 +116,13 @@ class GracefulShutdown:
             self._changed.notify_all()
         self._server.respond(incoming, response)
 
+    @override
     def on_joined(self, rank: int, incarnation: int) -> None:
-        """Wait for a peer; see `PeerListener`."""
-        del incarnation
         with self._changed:
             self._lost.discard(rank)
 
+    @override
     def on_lost(self, rank: int, error: PeerLostError) -> None:
-        """Wait no more for a peer; see `PeerListener`."""
-        del error
         with self._changed:
             self._lost.add(rank)
             self._num_coordinators_lost += rank == _COORDINATOR
@@ -145,16 +141,12 @@ class GracefulShutdown:
 
     def _status(self) -> _Status:
         pending = self._client.pending
-        return _Status(pending.num_made, pending.num_ended, self._server.num_serving)
+        return _Status(pending.num_made, pending.num_ended, len(self._server.serving))
 
     # At the coordinator.
 
     def _missing(self) -> list[int]:
-        return [
-            rank
-            for rank in range(self._world_size)
-            if rank != _COORDINATOR and rank not in self._lost and rank not in self._ready
-        ]
+        return sorted({*range(self._world_size)} - {_COORDINATOR} - self._lost - self._ready.keys())
 
     def _await_all(self, deadline: Deadline) -> list[int]:
         """The ranks that drain, once all do that are there."""
@@ -177,7 +169,7 @@ class GracefulShutdown:
             own = self._status()
             answers, silent = self._ask({rank: Call(STATUS, (), {}) for rank in ready}, deadline)
             statuses = {_COORDINATOR: own, **{rank: _Status(*answer) for rank, answer in answers.items()}}
-            is_quiet = not silent and all(status.is_quiet for status in statuses.values())
+            is_quiet = not silent and all(made == ended and not served for made, ended, served in statuses.values())
             if is_quiet and statuses == before:
                 with self._changed:
                     if not self._missing():  # a released rank may drain again at once

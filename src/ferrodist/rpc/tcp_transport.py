@@ -1,7 +1,7 @@
 """`TcpRpcBackend`: a transport with a TCP connection for each two ranks, whose processes may be started again.
 
 Of two ranks the higher one connects to the lower one: as soon as the store has its address (see [Note: peer directory]
-in `peer_directory.py`), and again when the connection is lost, until a newer process takes its place. If only the
+in `tcp_directory.py`), and again when the connection is lost, until a newer process takes its place. If only the
 connection broke that needs no store. For the lower rank the newest connection is the one that counts. Each connection
 becomes a `PairGroup`, a group of two.
 """
@@ -24,7 +24,7 @@ from ferrodist.errors import DistributedError, InvalidRankError, PeerLostError, 
 from ferrodist.rendezvous import Hello, Listener, Membership, PrefixStore, connect, enter_job, parse_address
 from ferrodist.rendezvous.auth import check_hello
 from ferrodist.rendezvous.sockets import disconnect
-from ferrodist.rpc.peer_directory import PeerDirectory, PeerRecord
+from ferrodist.rpc.tcp_directory import PeerDirectory, PeerRecord
 from ferrodist.rpc.transport import RpcBackend, TransportListener
 from ferrodist.wording import counted
 
@@ -72,15 +72,14 @@ class PairGroup(TcpBackend):
             disconnect(sock)
             raise
 
+    @override
     def _connect(
         self, address: str, secret: bytes, job: str, listener: socket.socket | None, deadline: Deadline
     ) -> None:
-        del address, secret, job, listener, deadline
         self._begin({1 - self.rank: self._sock})
 
     @override
     def describe_rank(self, group_id: int, rank: int) -> tuple[int, str]:
-        del group_id
         return self._agents[rank], f"rank {self._agents[rank]}"
 
     @override
@@ -326,7 +325,12 @@ class TcpRpcBackend(RpcBackend):
     def _connect(self, peer: int) -> None:
         """Connect to a lower rank, in as many attempts as it takes."""
         pause = _MIN_PAUSE_SECONDS
-        while (record := self._next_target(peer)) is not None:
+        while True:
+            with self._changed:
+                record = None if self._closed else self._found.get(peer)
+                if record is None:
+                    self._connecting.pop(peer, None)
+                    return
             try:
                 attempt, pair = self._attempt(peer, record)
             except (DistributedError, OSError) as error:
@@ -352,13 +356,6 @@ class TcpRpcBackend(RpcBackend):
         """Wait; returns whether a newer process was found, or this was closed, before the time was over."""
         with self._changed:
             return self._changed.wait_for(lambda: self._closed or self._found.get(peer) != record, seconds)
-
-    def _next_target(self, peer: int) -> PeerRecord | None:
-        with self._changed:
-            record = None if self._closed else self._found.get(peer)
-            if record is None:
-                self._connecting.pop(peer, None)
-            return record
 
     def _attempt(self, peer: int, record: PeerRecord) -> tuple[int, PairGroup]:
         attempt = self._attempts[peer] = self._attempts.get(peer, 0) + 1

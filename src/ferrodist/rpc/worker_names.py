@@ -5,19 +5,21 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from ferrodist.errors import GroupClosedError, InvalidRankError, PeerLostError
 from ferrodist.rpc.messages import HELLO, Call
+from ferrodist.rpc.peer_manager import PeerListener, PeerManager
 
 if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
     from ferrodist.rpc.peer import IncomingCall
-    from ferrodist.rpc.peer_manager import PeerManager
     from ferrodist.rpc.server import RpcServer
 
 _POLL_INTERVAL_SECONDS = 0.2  # between two checks whether a rank may still come, which nothing notifies of
 
 
-class WorkerNames:
+class WorkerNames(PeerListener):
     """The names that ranks have announced.
 
     A name belongs to the rank that is there. A lost rank keeps its name until another one takes it, so that calls by
@@ -49,15 +51,13 @@ class WorkerNames:
                 self._names[rank] = name
             self._changed.notify_all()
 
+    @override
     def on_joined(self, rank: int, incarnation: int) -> None:
-        """Wait for a peer's name; see `PeerListener`."""
-        del incarnation
         with self._changed:
             self._forget(rank)
 
+    @override
     def on_lost(self, rank: int, error: PeerLostError) -> None:
-        """Note that a name's rank is lost; see `PeerListener`."""
-        del error
         with self._changed:
             name = self._names.get(rank)
             self._forget(rank)
@@ -105,6 +105,5 @@ class WorkerNames:
 
     def _are_complete(self) -> bool:
         """Return True if no more names can come: all ranks that are there have announced theirs, and none can join."""
-        return all(
-            rank in self._announced or self._peers.is_absent_for_good(rank) for rank in range(self._peers.world_size)
-        )
+        ranks = range(self._peers.world_size)
+        return all(rank in self._announced or self._peers.is_absent_for_good(rank) for rank in ranks)

@@ -49,21 +49,13 @@ class ViewCopy:
 
     __slots__ = ("__weakref__", "_owner", "_source", "copy", "is_moved", "is_stale", "parent", "views")
 
-    def __init__(
-        self, source: torch.Tensor, copy: torch.Tensor, *, is_moved: bool, parent: ViewCopy | None, owner: Any = None
-    ) -> None:
-        self._source = source if owner is None else None
-        self._owner = None if owner is None else weakref.ref(owner)
-        self.copy, self.is_moved, self.parent = copy, is_moved, parent
+    def __init__(self, viewed: Any, copy: torch.Tensor, kind: ViewKind) -> None:
+        has_promise = kind is not ViewKind.UNSPECIFIED
+        self._source = viewed._local if has_promise else None
+        self._owner = None if has_promise else weakref.ref(viewed)
+        self.copy, self.is_moved, self.parent = copy, kind is not ViewKind.COPIED, viewed._view_copy
         self.is_stale = False  # whether the source was written after its elements were moved: no view can be read then
         self.views: list[weakref.ref[Any]] = []  # all tensors whose shards are in the copy
-
-    @staticmethod
-    def make(viewed: Any, copy: torch.Tensor, kind: ViewKind) -> ViewCopy:
-        """The copy that a view of a tensor has."""
-        owner = viewed if kind is ViewKind.UNSPECIFIED else None
-        is_moved = kind is not ViewKind.COPIED
-        return ViewCopy(viewed._local, copy, is_moved=is_moved, parent=viewed._view_copy, owner=owner)
 
     @property
     def source(self) -> torch.Tensor | None:
@@ -101,7 +93,7 @@ class ViewCopy:
             self.is_stale = True
             for view in [one() for one in self.views]:
                 if view is not None:
-                    view._invalidate()
+                    del view._local  # every later use raises
         _refresh(storage_identity(self.copy))
 
 
@@ -157,9 +149,10 @@ def check_writable(func: torch._ops.OpOverload, tensor: Any) -> None:
     torch refuses the latter by the local shard, which may have one element, or none, on some ranks.
     """
     spec = getattr(tensor, "_spec", None)
-    if spec is not None and 0 in spec.stride and not _may_write_expanded(func):
+    if spec is not None and 0 in spec.stride and 0 not in spec.shape:
         is_repeated = any(size > 1 and not step for size, step in zip(spec.shape, spec.stride, strict=True))
-        if is_repeated and 0 not in spec.shape:
+        # Operators such as transpose_ write no element.
+        if is_repeated and not (torch.Tag.inplace_view in func.tags or str(func.overloadpacket) in _WRITING_ONE_VALUE):
             raise RuntimeError(
                 f"{func}: unsupported operation: more than one element of the written-to tensor, {spec}, refers to a"
                 " single memory location. Please clone() the tensor before performing the operation."
@@ -173,25 +166,7 @@ def check_writable(func: torch._ops.OpOverload, tensor: Any) -> None:
         )
 
 
-def _may_write_expanded(func: torch._ops.OpOverload) -> bool:
-    """Return whether torch lets an operator write to expanded tensors: one value, or, as transpose_, no element."""
-    return torch.Tag.inplace_view in func.tags or str(func.overloadpacket) in _WRITING_ONE_VALUE
-
-
-_WRITING_ONE_VALUE = (
-    "aten.fill_",
-    "aten.zero_",
-    "aten._foreach_zero_",
-    "aten.masked_fill_",
-    "aten.index_fill_",
-    "aten.index_put_",
+_WRITING_ONE_VALUE = tuple(
+    f"aten.{name}_" for name in ("fill", "zero", "_foreach_zero", "masked_fill", "index_fill", "index_put")
 )
-
-
-def describe_stale(spec: object) -> str:
-    """Say why a view that was invalidated can't be read."""
-    return (
-        f"a view whose shards had to be redistributed, {spec}, is out of date, as the viewed tensor was written: take"
-        " the view again after writing, or redistribute() the tensor first, so that the dims that the view splits or"
-        " joins are replicated"
-    )
+"""Operators that torch lets write to expanded tensors, as they write one value."""

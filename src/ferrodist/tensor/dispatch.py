@@ -70,7 +70,7 @@ class CachedDispatch:
     view_kind: ViewKind = field(default=ViewKind.COPIED, init=False)
     """The kind of views whose shards have memory of their own."""
     may_copy: bool = field(default=True, init=False)
-    """Return whether the shards of a VIEW may be copies: views by the operator itself never are."""
+    """Whether the shards of a VIEW may be copies: views by the operator itself never are."""
 
 
 def cache_key(value: Any, cls: Any) -> Any:
@@ -139,23 +139,20 @@ def dispatch_foreach(
 
 def _depends_on_default_dtype(cached: CachedDispatch, arguments: Sequence[Any]) -> bool:
     """Return whether integers become floats, of torch's default dtype unless an argument gives one."""
-    if any(isinstance(value, torch.dtype) for value in arguments):
-        return False
-    return any(map(_is_float, cached.outputs)) and not any(map(_is_float, cached.specs))
+    has_floats, gives_floats = (
+        any(spec.dtype.is_floating_point or spec.dtype.is_complex for spec in specs)
+        for specs in (cached.specs, cached.outputs)
+    )
+    return gives_floats and not has_floats and not any(isinstance(value, torch.dtype) for value in arguments)
 
 
-def _is_float(spec: DTensorSpec) -> bool:
-    return spec.dtype.is_floating_point or spec.dtype.is_complex
-
-
-def _find_cache(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> dict[Any, Any]:
+def _find_cache(args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any) -> dict[Any, Any]:
     """The dispatch cache of the group whose tensors are among the arguments."""
     for value in args:
         first = value[0] if isinstance(value, list | tuple) and value else value
         if isinstance(first, cls):
-            return first._spec.dispatch_cache  # type: ignore[attr-defined, no-any-return]
-    found: dict[Any, Any] = find_all(cls, [*args, *kwargs.values()])[0]._spec.dispatch_cache
-    return found
+            return first._spec.dispatch_cache  # type: ignore[no-any-return]
+    return find_all(cls, [*args, *kwargs.values()])[0]._spec.dispatch_cache  # type: ignore[no-any-return]
 
 
 def _run(
@@ -225,7 +222,8 @@ def _prepare(
     if (func.is_view or func is _UNSAFE_VIEW) and not cached.written:
         cached.offsets = [int(meta.storage_offset()) for meta in call.results]
         cached.view_kind = _own_memory_kind(func, rule, call.inputs[0], cached.specs[0])
-    if not _has_scalars(args, kwargs, cls):
+    # Plain tensors here are scalars, at which `record_scalars` looks in each call.
+    if all(isinstance(one, cls) for one in find_all(torch.Tensor, [*args, *kwargs.values()])):
         _set_kind(cached, func, args, cls)
     return cached
 
@@ -276,12 +274,11 @@ def _common_mesh(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> D
     for spec in specs:
         if spec.mesh.identity != mesh.identity:
             advice = (
-                "Bring them to one mesh, as by to_local() and DTensor.from_local(), or make both from slices of one"
+                "They are of the same ranks but have groups of their own: make the mesh once, and use it for both"
+                if spec.mesh == mesh
+                else "Bring them to one mesh, as by to_local() and DTensor.from_local(), or make both from slices of"
+                " one"
             )
-            if spec.mesh == mesh:
-                advice = (
-                    "They are of the same ranks but have groups of their own: make the mesh once, and use it for both"
-                )
             raise ValueError(f"{func} got tensors of different meshes:\n{mesh}\nand\n{spec.mesh}\n{advice}")
     return mesh
 
@@ -295,7 +292,12 @@ def _select(call: OpCall, rule: OpRule) -> CachedDispatch:
         # Fused optimizer steps write to gradients only when they unscale them.
         if argument.is_write and (argument.name != "grads" or call.arguments.get("grad_scale") is not None)
     ]
-    fixed = _input_indices(call, written)
+    fixed: list[int] = []  # the indices of the inputs that are written
+    num_inputs = 0
+    for name, value in call.arguments.items():
+        first, num_inputs = num_inputs, num_inputs + len(find_all(DTensorSpec, value))
+        if name in written:
+            fixed += range(first, num_inputs)
     if not select_strategy(call, rule, fixed):
         raise _NoStrategyError(
             f"{func} can't write to a tensor placed as {call.inputs[fixed[0]] if fixed else call.inputs}:"
@@ -305,23 +307,6 @@ def _select(call: OpCall, rule: OpRule) -> CachedDispatch:
     local = None if rule.local is None else rule.local(call)
     replaced = {} if rule.arguments is None else rule.arguments(call)
     return CachedDispatch(local or plain_call(func), call.placed_inputs, call.outputs, replaced, written)
-
-
-def _input_indices(call: OpCall, names: Sequence[str]) -> list[int]:
-    """The indices of the inputs in some arguments."""
-    found: list[int] = []
-    first = 0
-    for name, value in call.arguments.items():
-        count = len(find_all(DTensorSpec, value))
-        if name in names:
-            found += range(first, first + count)
-        first += count
-    return found
-
-
-def _has_scalars(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> bool:
-    """Return whether there are plain tensors, which are scalars then: `record_scalars` looks at them in each call."""
-    return not all(isinstance(one, cls) for one in find_all(torch.Tensor, [*args, *kwargs.values()]))
 
 
 def _set_kind(cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], cls: type) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,17 +11,9 @@ import torch
 from ferrodist.collectives.arguments import check_layout
 from ferrodist.collectives.reduce_op import ReduceOp, check_dtype
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.tensor.copied_views import (
-    VIEW_COPIES,
-    ViewCopy,
-    ViewKind,
-    actual_kind,
-    after_write,
-    describe_stale,
-    track,
-)
+from ferrodist.tensor.copied_views import VIEW_COPIES, ViewCopy, ViewKind, actual_kind, after_write, track
 from ferrodist.tensor.dispatch import CachedDispatch, DispatchKind, cache_key, dispatch, dispatch_foreach
-from ferrodist.tensor.placement import Partial, Replicate
+from ferrodist.tensor.placement import Partial, Placement, Replicate
 from ferrodist.tensor.plain_tensors import check_plain
 from ferrodist.tensor.redistribute import redistribute_local
 from ferrodist.tensor.redistribute_plan import RedistributePlan, make_plan
@@ -31,10 +24,9 @@ from ferrodist.torch_private.tensors import base_data, call_plain, is_held_once,
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.placement import Placement
 
 
 # A member of an enum takes longer to look up than a global name.
@@ -84,7 +76,7 @@ class DTensor(torch.Tensor):
             made = make_wrapper(DTensor, *spec.wrapper_arguments)
         made._local, made._spec = local, spec
         if (kind is not _SHARED or base._view_copy is not None) and current_graph_task() == -1:
-            track(made, base._view_copy if kind is _SHARED else ViewCopy.make(base, local, kind))  # type: ignore[arg-type]
+            track(made, base._view_copy if kind is _SHARED else ViewCopy(base, local, kind))  # type: ignore[arg-type]
         return made
 
     @staticmethod
@@ -173,7 +165,8 @@ class DTensor(torch.Tensor):
             CollectiveMismatchError: On all ranks: the shards don't make a tensor.
             InvalidRankError: This rank is not in the mesh.
         """
-        _check_plain(local, "from_local")
+        if not isinstance(local, torch.Tensor) or isinstance(local, DTensor):
+            raise TypeError(f"from_local takes a plain torch.Tensor, not {type(local).__name__}")
         check_layout(local, "local")
         if shape is None or local.is_quantized:
             check_dtype(local.dtype)
@@ -182,12 +175,10 @@ class DTensor(torch.Tensor):
                 f"the local shard is on {local.device}: distributed tensors are on the CPU, pass local.cpu()"
             )
         if shape is None:
-            checked = check_placements(mesh, placements, local.shape)
-            full = agree_on_shape(local, mesh, checked)
+            full = agree_on_shape(local, mesh, check_placements(mesh, placements, local.shape))
         else:
             full = tuple(shape)
-            checked = check_placements(mesh, placements, full)
-        checked = check_placements(mesh, checked, full)
+        checked = check_placements(mesh, placements, full)
         spec = DTensorSpec.make(mesh, checked, full, local.dtype)
         if tuple(local.shape) != spec.local_shape:
             raise ValueError(
@@ -217,7 +208,10 @@ class DTensor(torch.Tensor):
             grad_placements: The placements of the gradient of which each rank's gradient is a shard. None is the
                 tensor's placements, but replicated where it is partial.
         """
-        given = _grad_placements(self._spec, grad_placements)
+        if grad_placements is None:
+            given = self._spec.without_partial.placements
+        else:
+            given = check_placements(self.mesh, grad_placements, self.shape)
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._local
         local: torch.Tensor = _ToLocal.apply(self, given)  # type: ignore[no-untyped-call]
@@ -269,14 +263,14 @@ class DTensor(torch.Tensor):
         if value._view_copy is not None:
             track(self, value._view_copy)
 
-    def _invalidate(self) -> None:
-        """Make every later use raise: the viewed tensor was written, and this view's shard was not."""
-        del self._local
-
     def __getattr__(self, name: str) -> Any:
-        # Called only for attributes that are not there.
+        # Called only for attributes that are not there; `ViewCopy.refresh` deletes the shard of a stale view.
         if name == "_local":
-            raise RuntimeError(describe_stale(self._spec))  # a TypeError would be replaced by that of +
+            raise RuntimeError(  # a TypeError would be replaced by that of +
+                f"a view whose shards had to be redistributed, {self._spec}, is out of date, as the viewed tensor was"
+                " written: take the view again after writing, or redistribute() the tensor first, so that the dims that"
+                " the view splits or joins are replicated"
+            )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __format__(self, spec: str) -> str:
@@ -296,11 +290,9 @@ class DTensor(torch.Tensor):
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
         made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "_view_copy"}, memo))
-        for hook in backward_hooks(self).values():
-            if getattr(hook, "is_copied_with_tensor", False):
-                made.requires_grad_(True)
-                made.register_hook(hook)  # type: ignore[no-untyped-call]
-                made.requires_grad_(self.requires_grad)
+        if any(map(is_grad_placement_hook, backward_hooks(self).values())):
+            # torch copies no hooks, but the copy has the placements.
+            keep_grad_placements(made)
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -333,35 +325,13 @@ for _operator, _method in _WRITES.items():
     setattr(DTensor, f"__{_operator}__", getattr(torch.Tensor, _method))
 
 
-def _refuse(name: str) -> Callable[..., Any]:
-    def refuse(self: DTensor, *_: Any, **__: Any) -> Any:
-        del self
-        raise TypeError(
-            f"{name}() of a DTensor, of which each rank has a shard: call it on full_tensor() or to_local()"
-        )
-
-    return refuse
+def _refuse(self: DTensor, name: str, *_: Any, **__: Any) -> Any:
+    del self
+    raise TypeError(f"{name}() of a DTensor, of which each rank has a shard: call it on full_tensor() or to_local()")
 
 
-for _name in ("tolist", "numpy", "apply_", "share_memory_", "untyped_storage", "__dlpack__"):
-    setattr(DTensor, _name, _refuse(_name))
-DTensor.__array__ = _refuse("numpy")  # type: ignore[method-assign]
-
-
-def _check_plain(tensor: torch.Tensor, name: str) -> None:
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
-        raise TypeError(f"{name} takes a plain torch.Tensor, not {type(tensor).__name__}")
-
-
-def _grad_placements(spec: DTensorSpec, given: Placement | Sequence[Placement] | None) -> tuple[Placement, ...]:
-    if given is None:
-        return _default_grad_placements(spec)
-    return check_placements(spec.mesh, given, spec.shape)
-
-
-def _default_grad_placements(spec: DTensorSpec) -> tuple[Placement, ...]:
-    """The placements of a tensor's gradient: the tensor's, but replicated where it is partial."""
-    return tuple(Replicate() if isinstance(one, Partial) else one for one in spec.placements)
+for _name in ("tolist", "numpy", "apply_", "share_memory_", "untyped_storage", "__dlpack__", "__array__"):
+    setattr(DTensor, _name, functools.partialmethod(_refuse, "numpy" if _name == "__array__" else _name))
 
 
 def _redistribute(tensor: DTensor, target: DTensorSpec) -> DTensor:
@@ -389,7 +359,7 @@ def _redistribute_grad(grad: torch.Tensor, placements: tuple[Placement, ...], me
     The gradient is plain, and counts as replicated, if the tensor was written to a plain one, as a buffer.
     """
     if not isinstance(grad, DTensor):
-        check_plain("the gradient", grad, mesh)
+        check_plain("the gradient", grad, mesh, is_temporary=False, is_overwritten=False)
         grad = DTensor.from_local(_owned_grad(grad), mesh, [Replicate()] * mesh.ndim, shape=grad.shape)
     return grad if grad.placements == placements else grad.redistribute(placements)
 
@@ -399,7 +369,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, target: DTensorSpec) -> DTensor:
-        ctx.placements, ctx.mesh = _default_grad_placements(tensor._spec), tensor._spec.mesh
+        ctx.placements, ctx.mesh = tensor._spec.without_partial.placements, tensor._spec.mesh
         return _redistribute(tensor, target)
 
     @staticmethod
@@ -432,7 +402,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
         spec: DTensorSpec = ctx.spec
-        local = _redistribute_grad(grads[0], _default_grad_placements(spec), spec.mesh).to_local()
+        local = _redistribute_grad(grads[0], spec.without_partial.placements, spec.mesh).to_local()
         for placement, num_ranks in zip(spec.placements, spec.mesh.shape, strict=True):
             if isinstance(placement, Partial):
                 if placement.op not in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -441,3 +411,31 @@ class _FromLocal(torch.autograd.Function):
                     )
                 local = local / num_ranks if placement.op is ReduceOp.MEAN else local
         return local, None
+
+
+class _RedistributeGrad:
+    def __init__(self, parameter: DTensor) -> None:
+        self._placements = parameter.placements
+
+    def __call__(self, grad: Any) -> Any:
+        return grad if grad.placements == self._placements else grad.redistribute(self._placements)
+
+
+def keep_grad_placements(parameter: torch.Tensor) -> None:
+    """Redistribute each backward's gradient of a parameter to the parameter's placements; once is enough.
+
+    Gradients are right under any placements; but a partial one would be reduced anew by each operator that reads it.
+    """
+    assert isinstance(parameter, DTensor), "others have no placements"
+    has_hook = any(map(is_grad_placement_hook, backward_hooks(parameter).values()))
+    if not has_hook and (parameter.is_floating_point() or parameter.is_complex()):
+        # Frozen parameters may be trained later, and only those that require grad take a hook.
+        requires_grad = parameter.requires_grad
+        parameter.requires_grad_(True)
+        parameter.register_hook(_RedistributeGrad(parameter))  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(requires_grad)
+
+
+def is_grad_placement_hook(hook: object) -> bool:
+    """Return whether a parameter's hook is one of `keep_grad_placements`."""
+    return isinstance(hook, _RedistributeGrad)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ferrodist.backends.base import check_rank
+from ferrodist.backends.base import Backend, check_rank
 from ferrodist.collectives.arguments import check_layout, compute_shard_sizes, prepare_out
 from ferrodist.collectives.gather import scatter_with_sizes
 from ferrodist.collectives.objects import all_gather_object
@@ -15,16 +15,14 @@ from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.ops.random import check_generators, local_of_full
-from ferrodist.tensor.placement import Shard
+from ferrodist.tensor.placement import Placement, Shard
 from ferrodist.tensor.redistribute import redistribute_local
 from ferrodist.tensor.spec import DTensorSpec, check_placements, shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ferrodist.backends.base import Backend
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.placement import Placement
 
     Placements = Placement | Sequence[Placement]
 

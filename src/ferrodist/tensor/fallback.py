@@ -16,8 +16,14 @@ from ferrodist.tensor.op_strategy import bind_arguments, find_all, map_tensors, 
 from ferrodist.tensor.ops.random import check_generators
 from ferrodist.tensor.ops.table import DECOMPOSITIONS, RULES
 from ferrodist.tensor.placement import Replicate, Shard
-from ferrodist.tensor.plain_tensors import ACTIVE_CHECK, find_plain, replicate_plain, returned_arguments
-from ferrodist.tensor.redistribute import redistribute_local
+from ferrodist.tensor.plain_tensors import (
+    ACTIVE_CHECK,
+    aliased_argument,
+    find_plain,
+    replicate_plain,
+    returned_arguments,
+)
+from ferrodist.tensor.redistribute import gather, redistribute_local
 from ferrodist.tensor.replica_check import describe_module
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import current_graph_task
@@ -90,12 +96,7 @@ def compute_replicated(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any
     # Plain tensors that are only written may differ between ranks.
     read = {name: value for name, value in given.items() if name not in written or find_plain([value]) == []}
     replicated, _ = replicate_plain(func, cls, mesh, list(read.values()), {})
-    arguments = given | dict(zip(read, replicated, strict=True))
-
-    def gather(tensor: Any) -> torch.Tensor:
-        spec = tensor._spec
-        return redistribute_local(tensor._local, spec, spec.replicated)
-
+    arguments: dict[Any, Any] = given | dict(zip(read, replicated, strict=True))
     full = {name: map_tensors(gather, value, cls) for name, value in arguments.items()}
     for name in written:
         is_distributed = any(isinstance(one, cls) for one in _listed(arguments[name]))
@@ -112,10 +113,11 @@ def compute_replicated(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any
     if not schema_of(func).returns:
         return None
     returned = returned_arguments(func)
+    viewed = [arguments.get(aliased_argument(func, one)) for one in schema_of(func).returns]
     has_several = len(returned) > 1
     made = [
-        given[name] if name is not None else _wrap(result, cls, mesh, _viewed_argument(func, index, arguments))
-        for index, (name, result) in enumerate(zip(returned, results if has_several else [results], strict=True))
+        given[name] if name is not None else _wrap(result, cls, mesh, base)
+        for name, result, base in zip(returned, results if has_several else [results], viewed, strict=True)
     ]
     return tuple(made) if has_several else made[0]
 
@@ -175,17 +177,6 @@ def _write(func: torch._ops.OpOverload, tensor: Any, full: torch.Tensor) -> None
     after_write(tensor)
 
 
-def _viewed_argument(func: torch._ops.OpOverload, index: int, arguments: Mapping[str, Any]) -> Any:
-    """The argument that a result is a view of, or None."""
-    alias = schema_of(func).returns[index].alias_info
-    if alias is None:
-        return None
-    for argument in schema_of(func).arguments:
-        if argument.alias_info is not None and argument.alias_info.before_set & alias.before_set:
-            return arguments[argument.name]
-    return None
-
-
 def _wrap(result: Any, cls: Any, mesh: DeviceMesh, viewed: Any) -> Any:
     """A result as replicated distributed tensors; those that are views refuse writes, which would be lost."""
 
@@ -212,17 +203,12 @@ def find_substitute(func: torch._ops.OpOverload, cls: type) -> Callable[..., Any
     if can_decompose(func):
         decomposed: Callable[..., Any] = func.decompose
         return decomposed
-    if torch.Tag.inplace_view in func.tags and _functional_view(func):
-        return partial(_view_in_place, func)
-    functional = _without_out(func)
-    if functional is None:
-        return partial(_replicate_or_raise, func, cls)
-    return partial(_compute_into, functional, [argument.name for argument in _outs(func)])
-
-
-def _outs(func: torch._ops.OpOverload) -> list[Any]:
-    """The arguments that an operator only writes to."""
-    return [argument for argument in schema_of(func).arguments if argument.is_out]
+    if torch.Tag.inplace_view in func.tags and (view := _functional_view(func)) is not None:
+        return partial(_view_in_place, func, view)
+    outs = [argument.name for argument in schema_of(func).arguments if argument.is_out]
+    if (functional := _without_out(func, outs)) is not None:
+        return partial(_compute_into, functional, outs)
+    return partial(_replicate_or_raise, func, cls)
 
 
 def is_copy_to_itself(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> bool:
@@ -249,34 +235,27 @@ def copy_to_itself(tensor: Any, source: Any, non_blocking: bool = False) -> Any:
     )
 
 
-def _functional_view(func: torch._ops.OpOverload) -> torch._ops.OpOverloadPacket | None:
-    """The operator that returns the view that this one makes of its argument in place, if that has a rule."""
+def _functional_view(func: torch._ops.OpOverload) -> Any:
+    """The operator that returns the view that this one makes of its argument in place; None if that has no rule."""
     packet = getattr(torch.ops.aten, schema_of(func).name.partition("::")[2].removesuffix("_"), None)
-    found: torch._ops.OpOverloadPacket | None = packet
-    return found if found and any(one.overloadpacket is found for one in RULES) else None
+    return packet if any(one.overloadpacket is packet for one in RULES) else None
 
 
-def _without_out(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The operator that returns what this one writes to ``out`` arguments, if that can be computed."""
+def _without_out(func: torch._ops.OpOverload, outs: Sequence[str]) -> Any:
+    """The operator that returns what this one writes to ``out`` arguments; None if that can't be computed."""
     arguments = schema_of(func).arguments
-    outs = _outs(func)
-    if not outs or outs != [argument for argument in arguments if argument.is_write]:
+    if not outs or list(outs) != [argument.name for argument in arguments if argument.is_write]:
         return None
     wanted = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
-    for name in func.overloadpacket.overloads():
-        found = getattr(func.overloadpacket, name)
-        if (found in RULES or found in DECOMPOSITIONS or found in DATA_DEPENDENT) and wanted == [
-            (argument.name, str(argument.type)) for argument in schema_of(found).arguments
-        ]:
-            functional: torch._ops.OpOverload = found
-            return functional
+    for found in (getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads()):
+        taken = [(argument.name, str(argument.type)) for argument in schema_of(found).arguments]
+        if taken == wanted and (found in RULES or found in DECOMPOSITIONS or found in DATA_DEPENDENT):
+            return found
     return None
 
 
-def _view_in_place(func: torch._ops.OpOverload, /, tensor: Any, *args: Any) -> Any:
+def _view_in_place(func: torch._ops.OpOverload, functional: Callable[..., Any], /, tensor: Any, *args: Any) -> Any:
     """Give a tensor another shape, as ``squeeze_`` does, with which products with vectors end."""
-    functional = _functional_view(func)
-    assert functional is not None, "it is looked for before"
     view = functional(tensor, *args)
     with no_torch_dispatch():
         func(tensor, *args)  # the wrapper's own shape and strides

@@ -15,13 +15,12 @@ import torch
 
 from ferrodist.collectives.all_to_all import all_to_all_single_uneven
 from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
-from ferrodist.tensor.placement import Shard
+from ferrodist.tensor.placement import Placement, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.tensor.placement import Placement
     from ferrodist.tensor.spec import DTensorSpec
 
     _Box = list[tuple[int, int]]  # the start and the end in each dim

@@ -22,7 +22,7 @@ import torch
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard, reductions_commute
-from ferrodist.tensor.spec import DTensorSpec, sizes_before_axis
+from ferrodist.tensor.spec import DTensorSpec, has_equal_blocks
 from ferrodist.torch_private.operators import overloads, schema_of
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class OpStrategy:
 class OpRule:
     """The rule by which an operator is computed on sharded tensors."""
 
-    # along the axis with an index. `call.selected` has those of the axes before. The strategy that moves the fewest
-    # bytes is selected; of equal ones, the first.
+    # lists the strategies along one axis, given by its index; `call.selected` has those selected along the axes before.
+    # The strategy that moves the fewest bytes is selected; of equal ones, the first.
     strategies: Callable[[OpCall, int], Sequence[OpStrategy]]
     # makes the local function, which computes the local outputs instead of the operator; None stands for the operator
     # itself. The call has `placed_inputs` and `outputs`.
@@ -69,8 +69,7 @@ class OpCall:
         """The specs among the arguments, in order, including those in lists."""
         self.selected: list[OpStrategy] = []  # the strategies of the first axes, as far as they are selected
         self.placed_inputs: Sequence[DTensorSpec] = ()  # the specs to which the inputs are redistributed
-        self.outputs: Sequence[DTensorSpec] = ()
-        """The specs of the outputs; for an operator that writes, of what it writes to."""
+        self.outputs: Sequence[DTensorSpec] = ()  # the specs of the results, or of the inputs that are written
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -91,11 +90,7 @@ class OpCall:
         return find_all(torch.Tensor, self.operator(*positional, **named))
 
     def place(self, written: Sequence[int] | None) -> None:
-        """Set `placed_inputs` and `outputs` from the selected strategies.
-
-        ``written`` has the indices of the inputs that the operator writes to, which are its outputs; None if there are
-        none.
-        """
+        """Set `placed_inputs` and `outputs` from the strategies; if not None, inputs ``written`` are the outputs."""
         self.placed_inputs = [
             spec.with_placements([strategy.inputs[index] for strategy in self.selected])
             for index, spec in enumerate(self.inputs)
@@ -114,6 +109,20 @@ class OpCall:
 def make_zeros(specs: Sequence[DTensorSpec]) -> list[torch.Tensor]:
     """This rank's shards of tensors of zeros."""
     return [torch.zeros(spec.local_shape, dtype=spec.dtype, device="cpu") for spec in specs]
+
+
+def zeros_if_empty(call: OpCall) -> LocalFunction | None:
+    """Zeros, as ``output_mask`` wants them, on a rank with an empty shard, by whose size torch's kernel divides."""
+    if all(0 not in spec.local_shape for spec in call.placed_inputs):
+        return None
+    outputs = call.outputs
+    wanted = call.arguments.get("output_mask", [True] * len(outputs))
+
+    def compute(*_: Any, **__: Any) -> list[torch.Tensor | None]:
+        zeros = iter(make_zeros(outputs))
+        return [next(zeros) if want else None for want in wanted]
+
+    return compute
 
 
 def _as_meta(value: DTensorSpec | torch.Tensor) -> torch.Tensor:
@@ -210,10 +219,7 @@ def _fits(
     """Return whether a placement has equal blocks after the axes before, and a reduction that commutes with theirs."""
     if isinstance(placement, Partial):
         return all(reductions_commute(one, placement) for one in before if isinstance(one, Partial))
-    if isinstance(placement, Shard) and placement.blocks > 1 and shape is not None:
-        sizes = sizes_before_axis(shape, before, call.mesh.shape, axis, placement.dim)
-        return all(size % placement.blocks == 0 for size in sizes)
-    return True
+    return shape is None or has_equal_blocks(placement, shape, before, call.mesh.shape, axis)
 
 
 def _cost(inputs: Sequence[DTensorSpec], targets: Sequence[Placement], axis: int) -> float:
@@ -281,9 +287,9 @@ class EinsumPattern:
 
     inputs: Sequence[Labels]
     outputs: Sequence[Labels]
-    # of labels that outputs lack and that may be sharded: such outputs are partial
+    # for labels that outputs lack: where such a label is sharded, these outputs are partial by its reduction
     reductions: Mapping[Hashable, ReduceOp] = field(default_factory=dict)
-    # further such labels, which the local function reduces over the ranks itself: outputs are replicated
+    # further labels that outputs lack, which the local function reduces over the ranks itself: outputs are replicated
     cross_rank: Sequence[Hashable] = ()
     # groups of inputs in which the operator is linear: if all of a group are partial sums (or means) and all others
     # replicated, so are the outputs

@@ -25,8 +25,8 @@ import torch
 from ferrodist.tensor.op_strategy import bind_arguments, find_all, map_tensors, split_arguments
 from ferrodist.tensor.ops import indexing, matmul
 from ferrodist.tensor.placement import Replicate
-from ferrodist.tensor.redistribute import redistribute_local
-from ferrodist.tensor.replica_check import check_replicated, describe_module
+from ferrodist.tensor.redistribute import gather
+from ferrodist.tensor.replica_check import ReplicaCheck, check_replicated, describe_module
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import base_of, current_graph_task
 from ferrodist.torch_private.operators import schema_of
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.replica_check import ReplicaCheck
 
 ACTIVE_CHECK: ContextVar[ReplicaCheck | None] = ContextVar("active_check", default=None)
 """The check of the parallel module whose code runs."""
@@ -56,16 +55,11 @@ def find_plain(arguments: Sequence[Any], *, takes_scalars: bool = True) -> list[
     """
     found: list[torch.Tensor] = []
     for value in arguments:
-        if isinstance(value, torch.Tensor):
-            if (value.dim() or not takes_scalars) and not _is_distributed(value):
-                found.append(value)
-        elif isinstance(value, list | tuple):
-            refuses_scalars = any(map(_is_distributed, value)) or not takes_scalars
-            found += [
-                one
-                for one in value
-                if isinstance(one, torch.Tensor) and (one.dim() or refuses_scalars) and not _is_distributed(one)
-            ]
+        is_list = isinstance(value, list | tuple)
+        plain = [one for one in (value if is_list else [value]) if isinstance(one, torch.Tensor)]
+        plain = [one for one in plain if not _is_distributed(one)]
+        refuses_scalars = not takes_scalars or (is_list and any(map(_is_distributed, value)))
+        found += [one for one in plain if one.dim() or refuses_scalars]
     return found
 
 
@@ -90,19 +84,18 @@ def _call(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *args: Any
 @functools.cache
 def returned_arguments(func: torch._ops.OpOverload) -> list[str | None]:
     """For each result of an operator the name of the argument that it returns, or None for a new tensor."""
-    written = [argument for argument in schema_of(func).arguments if argument.is_write]
+    return [
+        aliased_argument(func, result) if result.alias_info is not None and result.alias_info.is_write else None
+        for result in schema_of(func).returns
+    ]
 
-    def name_of(result: Any) -> str | None:
-        if result.alias_info is None or not result.alias_info.is_write:
-            return None
-        names = [
-            one.name
-            for one in written
-            if one.alias_info is not None and one.alias_info.before_set & result.alias_info.before_set
-        ]
-        return names[0] if names else None
 
-    return [name_of(result) for result in schema_of(func).returns]
+def aliased_argument(func: torch._ops.OpOverload, result: Any) -> str | None:
+    """The name of the argument that one of an operator's results returns, or is a view of; None for a new tensor."""
+    if result.alias_info is None:
+        return None
+    arguments = [one for one in schema_of(func).arguments if one.alias_info is not None]
+    return next((one.name for one in arguments if one.alias_info.before_set & result.alias_info.before_set), None)
 
 
 def replicate_plain(
@@ -110,20 +103,21 @@ def replicate_plain(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Replace plain tensors by replicated distributed ones, which share their memory; errors as of `check_plain`."""
     # References are counted before anything here holds the tensors.
-    torchs = {id(args[index]) for index in range(len(args)) if sys.getrefcount(args[index]) <= _ARGUMENT_REFS}
+    temporaries = {id(args[at]) for at in range(len(args)) if sys.getrefcount(args[at]) <= _ARGUMENT_REFS}
     for value in (*args, *kwargs.values()):
         if isinstance(value, list):
-            torchs |= {id(value[at]) for at in range(len(value)) if sys.getrefcount(value[at]) <= _LIST_ELEMENT_REFS}
-    arguments = [*args, *kwargs.values()]
+            unheld = [at for at in range(len(value)) if sys.getrefcount(value[at]) <= _LIST_ELEMENT_REFS]
+            temporaries |= {id(value[at]) for at in unheld}
     only_scalars = _writes_scalars(func, cls, args, kwargs)
-
     overwritten = set(map(id, _find_overwritten(func, args, kwargs)))
 
     def wrap(tensor: torch.Tensor) -> Any:
         if isinstance(tensor, cls):
             return tensor
         if not only_scalars and tensor.numel() and tensor.dim():
-            check_plain(func, tensor, mesh, is_torchs=id(tensor) in torchs, is_overwritten=id(tensor) in overwritten)
+            check_plain(
+                func, tensor, mesh, is_temporary=id(tensor) in temporaries, is_overwritten=id(tensor) in overwritten
+            )
         plain = tensor.resolve_conj().resolve_neg()
         placements = [Replicate()] * mesh.ndim
         return cls._wrap(plain, DTensorSpec.make(mesh, placements, plain.shape, plain.dtype, plain.stride()))
@@ -133,8 +127,7 @@ def replicate_plain(
     def replace(value: Any) -> Any:
         return map_tensors(wrap, value, torch.Tensor) if find_plain([value], takes_scalars=takes_scalars) else value
 
-    made = [replace(value) for value in arguments]
-    return made[: len(args)], dict(zip(kwargs, made[len(args) :], strict=True))
+    return [replace(value) for value in args], {name: replace(value) for name, value in kwargs.items()}
 
 
 _ARGUMENT_REFS = 4
@@ -177,21 +170,18 @@ _OVERWRITING = ("aten.copy_", "aten.fill_", "aten._foreach_copy_")
 
 
 def check_plain(
-    operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_torchs: bool = False, is_overwritten: bool = False
+    operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_temporary: bool, is_overwritten: bool
 ) -> None:
     """Raise unless a plain tensor, which an operator takes beside distributed ones, counts as replicated.
 
-    ``is_torchs``: only torch holds it. ``is_overwritten``: all elements are replaced, so that they may differ between
-    ranks. ValueError: it may differ between ranks. CollectiveMismatchError, on all ranks: it does.
+    ``is_temporary``: only torch holds it. ``is_overwritten``: all elements are replaced, and may differ between ranks.
+    ValueError: it may differ between ranks. CollectiveMismatchError, on all ranks: it does.
     """
     is_backward = current_graph_task() != -1
     check = _find_check(mesh, is_backward=is_backward)
-    reason = ""
+    kind, reason = with_article(type(tensor).__name__), ""
     if not is_plain(tensor):
-        reason = (
-            f"it is {with_article(type(tensor).__name__)} on {tensor.device}, and distributed tensors are plain"
-            " ones on the CPU"
-        )
+        reason = f"it is {kind} on {tensor.device}, and distributed tensors are plain ones on the CPU"
     elif tensor.requires_grad and tensor.is_leaf and not is_backward:
         reason = "it is a leaf that requires grad, and would get the gradient of a distributed tensor"
     elif check is not None:
@@ -200,14 +190,14 @@ def check_plain(
         return
     elif _has_known_elements(operator, tensor, is_backward=is_backward):
         return
-    elif (is_torchs and not tensor.requires_grad and _is_base_unreferenced(tensor)) or _is_called_by_torch():
+    elif (is_temporary and not tensor.requires_grad and _is_base_unreferenced(tensor)) or _is_called_by_torch():
         check_replicated(operator, tensor, mesh)
         return
     raise ValueError(  # a TypeError would be replaced by that of operators such as +
-        f"{operator}{describe_module()} got distributed tensors and {with_article(type(tensor).__name__)} of shape"
-        f" {tuple(tensor.shape)}: {reason + ': ' if reason else ''}distribute it too, as by"
-        " fd.distribute(tensor, mesh, placements), or work on to_local(); inside of fd.parallelize(model, mesh, plan)"
-        " plain tensors that the model's code makes count as replicated"
+        f"{operator}{describe_module()} got distributed tensors and {kind} of shape {tuple(tensor.shape)}:"
+        f" {reason + ': ' if reason else ''}distribute it too, as by fd.distribute(tensor, mesh, placements), or work"
+        " on to_local(); inside of fd.parallelize(model, mesh, plan) plain tensors that the model's code makes count as"
+        " replicated"
     )
 
 
@@ -280,6 +270,7 @@ def _call_foreach(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *a
     """Compute separately the elements of lists whose tensors are all plain: each rank its own."""
     arguments = bind_arguments(func, args, kwargs)
     lists = {name: value for name, value in arguments.items() if isinstance(value, list | tuple) and value}
+    others = {name: value for name, value in arguments.items() if name not in lists}
     count = max(map(len, lists.values()))
     are_plain = [not any(isinstance(value[index], cls) for value in lists.values()) for index in range(count)]
     if not any(are_plain):
@@ -289,20 +280,10 @@ def _call_foreach(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *a
         indices = [index for index in range(count) if are_plain[index] is plain]
         if not indices:
             continue
-        chosen = {
-            name: [value[index] for index in indices] if name in lists else _as_plain(value, cls) if plain else value
-            for name, value in arguments.items()
-        }
+        chosen = {name: map_tensors(gather, value, cls) if plain else value for name, value in others.items()}
+        chosen |= {name: [value[index] for index in indices] for name, value in lists.items()}
         positional, named = split_arguments(func, chosen)
         computed = func(*positional, **named)
         for index, one in zip(indices, computed or [None] * len(indices), strict=True):
             results[index] = one
     return results if schema_of(func).returns else None
-
-
-def _as_plain(value: Any, cls: Any) -> Any:
-    """The plain scalar of a distributed one; other values as they are."""
-    if not isinstance(value, cls):
-        return value
-    spec = value._spec
-    return redistribute_local(value._local, spec, spec.replicated)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,16 +15,14 @@ from ferrodist.collectives.arguments import compute_shard_sizes
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.general_all_to_all import exchange
-from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.tensor.redistribute_plan import RedistributeKind, innermost_blocks, make_plan
+from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
+from ferrodist.tensor.redistribute_plan import RedistributeKind, RedistributeStep, innermost_blocks, make_plan
 from ferrodist.tensor.spec import DTensorSpec, shard_of, split_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.placement import Placement
-    from ferrodist.tensor.redistribute_plan import RedistributeStep
 
 _records: ContextVar[tuple[list[RedistributeStep], ...]] = ContextVar("records", default=())
 
@@ -55,10 +53,9 @@ def record_redistributions() -> Iterator[list[RedistributeStep]]:
         _records.reset(token)
 
 
-def record_step(step: RedistributeStep) -> None:
-    """Add a step to all active records."""
+def _record(step: RedistributeStep) -> None:
     for record in _records.get():
-        record += [step]
+        record.append(step)
 
 
 def record_move(local: torch.Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> None:
@@ -73,7 +70,7 @@ def record_move(local: torch.Tensor, mesh: DeviceMesh, before: Placement, after:
         shape[before.dim] *= mesh.size
     source = DTensorSpec.make(mesh, [before] * mesh.ndim, shape, local.dtype)
     for step in make_plan(source, source.with_placements([after] * mesh.ndim)).steps:
-        record_step(step)
+        _record(step)
 
 
 def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
@@ -84,9 +81,14 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
     if source is target:
         return local
     for step in make_plan(source, target).steps:
-        record_step(step)
+        _record(step)
         local = _STEP_FUNCTIONS[step.move](local, step)
     return local
+
+
+def gather(tensor: Any) -> torch.Tensor:
+    """The full plain tensor of a distributed one, on every rank of its mesh."""
+    return redistribute_local(tensor._local, tensor._spec, tensor._spec.replicated)
 
 
 def _innermost(spec: DTensorSpec, axis: int) -> Shard:
@@ -98,54 +100,38 @@ def _innermost(spec: DTensorSpec, axis: int) -> Shard:
     return Shard(placement.dim, blocks)
 
 
-def _size_and_index(spec: DTensorSpec, axis: int) -> tuple[int, int]:
-    """The number of ranks along an axis, and this rank's index among them."""
-    return spec.mesh.shape[axis], spec.coordinate[axis]
-
-
 def _slice(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
-    (axis,) = step.axes
-    shard = shard_of(local, _innermost(step.after, axis), *_size_and_index(step.after, axis))
+    (axis,), spec = step.axes, step.after
+    shard = shard_of(local, _innermost(spec, axis), spec.mesh.shape[axis], spec.coordinate[axis])
     return shard.clone(memory_format=torch.contiguous_format)
 
 
 def _make_partial(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
-    (axis,) = step.axes
-    placement = step.after.placements[axis]
+    (axis,), spec = step.axes, step.after
+    placement = spec.placements[axis]
     assert isinstance(placement, Partial), "it is what the step makes"
-    num_ranks, index = _size_and_index(step.after, axis)
     # None for reductions that are idempotent, of which every rank may contribute the value.
     identity = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1}.get(placement.op)
     if isinstance(step.before.placements[axis], Replicate):
-        if index == 0 or identity is None:
+        if spec.coordinate[axis] == 0 or identity is None:
             return local.clone()
         return torch.full_like(local, identity)
     filler = extremum_identity(placement.op, local.dtype) if identity is None else identity
-    full = local.new_full(step.after.local_shape, filler)
-    _write_shard(full, local, _innermost(step.before, axis), num_ranks, index)
+    full = local.new_full(spec.local_shape, filler)
+    shard = _innermost(step.before, axis)
+    blocks = split_blocks(full, shard.dim, shard.blocks)
+    own = shard_of(blocks, Shard(shard.dim + 1), spec.mesh.shape[axis], spec.coordinate[axis])
+    own.copy_(split_blocks(local, shard.dim, shard.blocks))
     return full
-
-
-def _write_shard(full: torch.Tensor, shard: torch.Tensor, placement: Shard, num_ranks: int, index: int) -> None:
-    """Write the shard of one of an axis's ranks into a tensor that has all of them."""
-    dim, blocks = placement.dim, placement.blocks
-    block = full.shape[dim] // blocks
-    sizes = compute_shard_sizes(block, num_ranks)
-    view = split_blocks(full, dim, blocks).narrow(dim + 1, sum(sizes[:index]), sizes[index])
-    view.copy_(split_blocks(shard, dim, blocks))
 
 
 def extremum_identity(op: ReduceOp, dtype: torch.dtype) -> float:
     """The identity of MIN or MAX: the value that every other one of the dtype wins against."""
-    low: float
-    high: float
     if dtype is torch.bool:
-        low, high = False, True
-    elif dtype.is_floating_point:
-        low, high = -math.inf, math.inf
-    else:
-        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-    return low if op is ReduceOp.MAX else high
+        return op is not ReduceOp.MAX
+    if dtype.is_floating_point:
+        return -math.inf if op is ReduceOp.MAX else math.inf
+    return torch.iinfo(dtype).min if op is ReduceOp.MAX else torch.iinfo(dtype).max
 
 
 def _split_of(step: RedistributeStep, sharded: DTensorSpec, shape: Sequence[int]) -> tuple[int, int, list[int]]:
@@ -167,10 +153,6 @@ def _all_gather(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
     return all_gather_with_sizes(split, sizes, dim=dim + 1, group=step.group).flatten(dim, dim + 1)
 
 
-def _allreduce(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
-    return allreduce(local, _op(step), group=step.group)
-
-
 def _op(step: RedistributeStep) -> ReduceOp:
     placement = step.before.placements[step.axes[0]]
     assert isinstance(placement, Partial), "such a step is of a partial axis"
@@ -187,10 +169,8 @@ def _reduce_scatter(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor
 
 def _all_to_all(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
     """Split this rank's shard along the new dim, send a split to each rank, and concatenate along the old dim."""
-    group = step.group
-    (axis,) = step.axes
+    (axis,), num_ranks = step.axes, step.group.world_size
     old, new = _innermost(step.before, axis), _innermost(step.after, axis)
-    num_ranks = group.world_size
     splits = [shard_of(local, new, num_ranks, index) for index in range(num_ranks)]
     shape = list(step.after.local_shape)
     old_sizes = compute_shard_sizes(shape[old.dim] // old.blocks, num_ranks)
@@ -198,7 +178,7 @@ def _all_to_all(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
     sent = [split.numel() for split in splits]
     received = [old.blocks * size * rest for size in old_sizes]
     flat = torch.cat([split.reshape(-1) for split in splits])
-    arrived = torch.split(all_to_all_single_uneven(flat, sent, received, group=group), received)
+    arrived = torch.split(all_to_all_single_uneven(flat, sent, received, group=step.group), received)
     shards = [
         flat_shard.view(*shape[: old.dim], old.blocks, size, *shape[old.dim + 1 :])
         for flat_shard, size in zip(arrived, old_sizes, strict=True)
@@ -206,16 +186,12 @@ def _all_to_all(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
     return torch.cat(shards, dim=old.dim + 1).flatten(old.dim, old.dim + 1)
 
 
-def _exchange(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
-    return exchange(local, step.before, step.after, step.group)
-
-
 _STEP_FUNCTIONS: dict[RedistributeKind, Callable[[torch.Tensor, RedistributeStep], torch.Tensor]] = {
     RedistributeKind.SLICE: _slice,
     RedistributeKind.MAKE_PARTIAL: _make_partial,
     RedistributeKind.ALL_GATHER: _all_gather,
-    RedistributeKind.ALLREDUCE: _allreduce,
+    RedistributeKind.ALLREDUCE: lambda local, step: allreduce(local, _op(step), group=step.group),
     RedistributeKind.REDUCE_SCATTER: _reduce_scatter,
     RedistributeKind.ALL_TO_ALL: _all_to_all,
-    RedistributeKind.EXCHANGE: _exchange,
+    RedistributeKind.EXCHANGE: lambda local, step: exchange(local, step.before, step.after, step.group),
 }

@@ -16,19 +16,17 @@ import itertools
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.general_all_to_all import GeneralAllToAll
-from ferrodist.tensor.placement import Partial, Replicate, Shard, reductions_commute
-from ferrodist.tensor.spec import sharding_axes, sizes_before_axis
+from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard, reductions_commute
+from ferrodist.tensor.spec import DTensorSpec, has_equal_blocks, sharding_axes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.tensor.placement import Placement
-    from ferrodist.tensor.spec import DTensorSpec
 
     Placements = tuple[Placement, ...]
 
@@ -70,8 +68,7 @@ class RedistributeStep:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Edge:
+class _Edge(NamedTuple):
     """A step in the search."""
 
     move: RedistributeKind
@@ -111,20 +108,19 @@ def make_plan(source: DTensorSpec, target: DTensorSpec) -> RedistributePlan:
     if plan is None:
         assert source.mesh == target.mesh, "a tensor stays on its mesh"
         assert source.shape == target.shape, "placements don't change a tensor's shape"
-        steps = tuple(_as_step(source, edge) for edge in _Search(source, target.placements).run())
+        steps = tuple(
+            RedistributeStep(
+                move=edge.move,
+                axes=edge.axes,
+                before=source.with_placements(edge.before),
+                after=source.with_placements(edge.after),
+                group=source.mesh_along(edge.axes).group,
+                size_bytes=edge.size_bytes,
+            )
+            for edge in _Search(source, target.placements).run()
+        )
         plan = source.plans[target] = RedistributePlan(source, target, steps)
     return plan
-
-
-def _as_step(source: DTensorSpec, edge: _Edge) -> RedistributeStep:
-    return RedistributeStep(
-        move=edge.move,
-        axes=edge.axes,
-        before=source.with_placements(edge.before),
-        after=source.with_placements(edge.after),
-        group=source.mesh_along(edge.axes).group,
-        size_bytes=edge.size_bytes,
-    )
 
 
 class _Search:
@@ -136,14 +132,12 @@ class _Search:
         self._bytes = math.prod(source.shape) * source.dtype.itemsize
         self._shape = source.shape
         dims = {one.dim for one in (*self._start, *target) if isinstance(one, Shard)}
-        self._candidates = [self._axis_candidates(axis, dims) for axis in range(len(self._mesh_shape))]
-
-    def _axis_candidates(self, axis: int, dims: set[int]) -> list[Placement]:
-        """The placements that an axis may take: the target's, replicated, or sharded along any dim of either spec."""
-        candidates: list[Placement] = [self._target[axis], Replicate()]
-        candidates += [Shard(dim) for dim in sorted(dims)]
-        candidates += [self._start[axis]] if isinstance(self._start[axis], Shard) else []
-        return list(dict.fromkeys(candidates))
+        # The placements that each axis may take: the target's, replicated, or sharded along any dim of either spec.
+        common: list[Placement] = [Replicate(), *map(Shard, sorted(dims))]
+        self._candidates: list[list[Placement]] = [
+            list(dict.fromkeys([end, *common, *([start] if isinstance(start, Shard) else [])]))
+            for start, end in zip(self._start, target, strict=True)
+        ]
 
     def run(self) -> list[_Edge]:
         """The steps of the shortest path."""
@@ -154,7 +148,11 @@ class _Search:
         while heap:
             size_bytes, num_steps, _, current = heapq.heappop(heap)
             if current == self._target:
-                return self._trace(reached)
+                edges: list[_Edge] = []
+                while (edge := reached[current]) is not None:
+                    edges.append(edge)
+                    current = edge.before
+                return edges[::-1]
             if (size_bytes, num_steps) > best[current]:
                 continue
             for edge in self._edges_from(current):
@@ -165,14 +163,6 @@ class _Search:
                     reached[edge.after] = edge
                     heapq.heappush(heap, (*cost, next(tie), edge.after))
         raise AssertionError(f"no path from {self._start} to {self._target}")
-
-    def _trace(self, reached: dict[Placements, _Edge | None]) -> list[_Edge]:
-        edges: list[_Edge] = []
-        edge = reached[self._target]
-        while edge is not None:
-            edges.append(edge)
-            edge = reached[edge.before]
-        return edges[::-1]
 
     def _edges_from(self, current: Placements) -> Iterator[_Edge]:
         for axis, placement in enumerate(current):
@@ -213,9 +203,7 @@ class _Search:
         pattern = GeneralAllToAll(self._shape, current, after, self._mesh_shape)
         if math.prod(self._mesh_shape[axis] for axis in pattern.axes) <= _MAX_EXCHANGE_RANKS:
             size_bytes = pattern.count_sent() * self._bytes / max(math.prod(self._shape), 1)
-            yield _Edge(
-                move=RedistributeKind.EXCHANGE, axes=pattern.axes, before=current, after=after, size_bytes=size_bytes
-            )
+            yield _Edge(RedistributeKind.EXCHANGE, pattern.axes, current, after, size_bytes)
 
     def _edge(
         self, move: RedistributeKind, axes: tuple[int, ...], current: Placements, changes: dict[int, Placement]
@@ -225,15 +213,10 @@ class _Search:
         others = [axis for axis, one in enumerate(current) if isinstance(one, Shard) and axis not in axes]
         full = self._bytes / math.prod(self._mesh_shape[axis] for axis in others)
         share = full * (num_ranks - 1) / num_ranks
-        size_bytes = {
-            RedistributeKind.SLICE: 0.0,
-            RedistributeKind.MAKE_PARTIAL: 0.0,
-            RedistributeKind.ALL_GATHER: share,
-            RedistributeKind.ALLREDUCE: 2 * share,
-            RedistributeKind.REDUCE_SCATTER: share,
-            RedistributeKind.ALL_TO_ALL: share / num_ranks,
-        }[move]
-        return _Edge(move=move, axes=axes, before=current, after=after, size_bytes=size_bytes)
+        if move in (RedistributeKind.SLICE, RedistributeKind.MAKE_PARTIAL):
+            share = 0.0
+        other = {RedistributeKind.ALLREDUCE: 2 * share, RedistributeKind.ALL_TO_ALL: share / num_ranks}
+        return _Edge(move, axes, current, after, other.get(move, share))
 
     def _axis_move(self, current: Placements, axis: int, target: Placement) -> RedistributeKind | None:
         """The step that brings one axis to a placement, or None if it takes several steps or is never of use."""
@@ -243,7 +226,7 @@ class _Search:
             isinstance(one, Shard) and innermost_blocks(placements, axis, one, self._mesh_shape) is None
             for placements, one in ((current, placement), (others, target))
         )
-        if is_inner or not self._has_equal_blocks(others, axis, target):
+        if is_inner or not has_equal_blocks(target, self._shape, others, self._mesh_shape, axis):
             return None
         if isinstance(target, Shard):
             if isinstance(placement, Shard):
@@ -258,13 +241,6 @@ class _Search:
                 return None
             return RedistributeKind.MAKE_PARTIAL
         return RedistributeKind.ALLREDUCE if isinstance(placement, Partial) else RedistributeKind.ALL_GATHER
-
-    def _has_equal_blocks(self, others: Placements, axis: int, placement: Placement) -> bool:
-        """Return whether the blocks of a placement are equal, given the sharding by the axes before."""
-        if not isinstance(placement, Shard) or placement.blocks == 1:
-            return True
-        sizes = sizes_before_axis(self._shape, others, self._mesh_shape, axis, placement.dim)
-        return all(size % placement.blocks == 0 for size in sizes)
 
 
 def innermost_blocks(placements: Placements, axis: int, placement: Shard, mesh_shape: Sequence[int]) -> int | None:

@@ -151,6 +151,5 @@ def describe_module() -> str:
     if not modules:
         return ""
     kind = type(modules[0]).__name__
-    paths = (name for name, one in modules[-1].named_modules() if one is modules[0])
-    path = next(paths, "")
+    path = next((name for name, one in modules[-1].named_modules() if one is modules[0]), "")
     return f" in module {path!r} ({kind})" if path else f" in {with_article(kind)}"

@@ -11,7 +11,7 @@ from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.payloads import dtype_text, unpack_payloads
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.errors import CollectiveMismatchError
-from ferrodist.tensor.placement import Shard
+from ferrodist.tensor.placement import Placement, Shard
 from ferrodist.tensor.spec import local_sizes
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.placement import Placement
 
 _MAX_DIMS = 8
 _SHARD = struct.Struct(f"<BB{_MAX_DIMS}q8s")

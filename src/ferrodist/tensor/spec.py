@@ -12,14 +12,13 @@ import torch
 
 from ferrodist.collectives.arguments import compute_shard_sizes
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.placement import Placement
 
 _DISPATCH_CACHE = "tensor.dispatch_cache"
 """The group attachment that holds `DTensorSpec.dispatch_cache`, for all specs on the group's meshes."""
@@ -37,6 +36,7 @@ class DTensorSpec:
 
     __slots__ = (
         "__weakref__",
+        "coordinate",
         "dispatch_cache",
         "dtype",
         "local_shape",
@@ -53,6 +53,7 @@ class DTensorSpec:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    coordinate: tuple[int, ...]  # this rank's coordinate in the mesh
     local_shape: tuple[int, ...]  # the shape of this rank's shard
     wrapper_arguments: tuple[Any, ...]
     """The arguments that make a wrapper of this shape, strides and dtype, without memory."""
@@ -74,13 +75,16 @@ class DTensorSpec:
         with _lock:
             found = _specs.get(key)
             if found is None:
+                coordinate = mesh.coordinate
+                assert coordinate is not None, "only ranks of a mesh have tensors on it"
                 found = _specs[key] = DTensorSpec(
                     mesh=mesh,
                     placements=tuple(placements),
                     shape=sizes,
                     stride=steps,
                     dtype=dtype,
-                    local_shape=tuple(local_sizes(sizes, placements, mesh.shape, _own_coordinate(mesh))),
+                    coordinate=coordinate,
+                    local_shape=tuple(local_sizes(sizes, placements, mesh.shape, coordinate)),
                     wrapper_arguments=(sizes, steps, None, None, dtype, torch.strided, torch.device("cpu")),
                     plans={},
                     dispatch_cache=mesh.parent.attachments.setdefault(_DISPATCH_CACHE, {}),
@@ -98,13 +102,10 @@ class DTensorSpec:
 
     @property
     def without_partial(self) -> DTensorSpec:
-        """The same tensor, replicated along the axes along which it is partial."""
+        """The same tensor, replicated along the axes along which it is partial; gradients have these placements."""
+        if not any(isinstance(one, Partial) for one in self.placements):
+            return self
         return self.with_placements([Replicate() if isinstance(one, Partial) else one for one in self.placements])
-
-    @property
-    def coordinate(self) -> tuple[int, ...]:
-        """This rank's coordinate in the mesh."""
-        return _own_coordinate(self.mesh)
 
     def mesh_along(self, axes: Sequence[int]) -> DeviceMesh:
         """The sub-mesh of the ranks that differ from this one along some axes only."""
@@ -132,12 +133,6 @@ class DTensorSpec:
             f"{name}: {placement}" for name, placement in zip(self.mesh.axis_names, self.placements, strict=True)
         )
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} over {{{axes}}}"
-
-
-def _own_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
-    coordinate = mesh.coordinate
-    assert coordinate is not None, "only ranks of a mesh have tensors on it"
-    return coordinate
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -175,8 +170,7 @@ def local_range(spec: DTensorSpec, dim: int) -> tuple[int, int]:
 def shard_of(tensor: torch.Tensor, placement: Shard, num_ranks: int, index: int) -> torch.Tensor:
     """The shard of a tensor on one of the ranks of an axis: a view, or a copy if it is of several blocks."""
     dim, blocks = placement.dim, placement.blocks
-    block = tensor.shape[dim] // blocks
-    sizes = compute_shard_sizes(block, num_ranks)
+    sizes = compute_shard_sizes(tensor.shape[dim] // blocks, num_ranks)
     start, length = sum(sizes[:index]), sizes[index]
     if blocks == 1:
         return tensor.narrow(dim, start, length)
@@ -212,24 +206,29 @@ def check_placements(
         raise ValueError(
             f"{list(given)} reduces by {' and '.join(sorted(map(str, ops)))}, whose result depends on which comes first"
         )
-    checked: list[Placement] = []
+    checked = list(given)
     for axis, placement in enumerate(given):
-        checked.append(_check_dim(mesh, checked, shape, axis, placement) if isinstance(placement, Shard) else placement)
+        if not isinstance(placement, Shard):
+            continue
+        along = f"{placement} along axis {mesh.axis_names[axis]!r}"
+        if not -len(shape) <= placement.dim < len(shape):
+            raise IndexError(f"{along}: a tensor of shape {tuple(shape)} has no such dim")
+        dim = placement.dim % len(shape)
+        sizes = sizes_before_axis(shape, checked, mesh.shape, axis, dim)
+        if any(size % placement.blocks for size in sizes):
+            raise ValueError(f"{along}: dim {dim} of {max(sizes)} is not {placement.blocks} equal blocks")
+        checked[axis] = Shard(dim, placement.blocks)
     return tuple(checked)
 
 
-def _check_dim(
-    mesh: DeviceMesh, before: Sequence[Placement], shape: Sequence[int], axis: int, placement: Shard
-) -> Shard:
-    """The placement with a non-negative dim."""
-    along = f"{placement} along axis {mesh.axis_names[axis]!r}"
-    if not -len(shape) <= placement.dim < len(shape):
-        raise IndexError(f"{along}: a tensor of shape {tuple(shape)} has no such dim")
-    dim = placement.dim % len(shape)
-    sizes = sizes_before_axis(shape, before, mesh.shape, axis, dim)
-    if any(size % placement.blocks for size in sizes):
-        raise ValueError(f"{along}: dim {dim} of {max(sizes)} is not {placement.blocks} equal blocks")
-    return Shard(dim, placement.blocks)
+def has_equal_blocks(
+    placement: Placement, shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], axis: int
+) -> bool:
+    """Return whether a placement shards in equal blocks, or in none, after the axes before ``axis``."""
+    if not isinstance(placement, Shard) or placement.blocks == 1:
+        return True
+    sizes = sizes_before_axis(shape, placements, mesh_shape, axis, placement.dim)
+    return all(size % placement.blocks == 0 for size in sizes)
 
 
 def sizes_before_axis(

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,51 +54,29 @@ def check_leaks() -> Iterator[None]:
         AssertionError: Something was left behind.
     """
     gc.collect()
-    before = _Snapshot.take()
+    before = _take_snapshot()
     yield
     gc.collect()
     deadline = Deadline(_SETTLE_TIMEOUT_SECONDS)
-    while leaks := _Snapshot.take().beyond(before):
+    while leaks := _take_snapshot() - before:
         if deadline.expired:
-            raise AssertionError("the block left behind:\n" + "\n".join(f"  {leak}" for leak in leaks))
+            lines = [
+                f"  {kind} {name}" + (f" ({count} more)" if count > 1 and kind != "mapping" else "")
+                for (kind, name), count in leaks.items()
+            ]
+            raise AssertionError("\n".join(["the block left behind:", *lines]))
         time.sleep(_POLL_INTERVAL_SECONDS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Snapshot:
-    """The resources of this process at one moment, each counted under a unique name."""
-
-    threads: Counter[str]
-    processes: Counter[str]
-    descriptors: Counter[str]
-    mappings: Counter[str]
-    segments: Counter[str]
-
-    @classmethod
-    def take(cls) -> _Snapshot:
-        on_linux = sys.platform == "linux"
-        processes = _child_processes() if on_linux else {}
-        return cls(
-            threads=_threads(),
-            processes=Counter(processes.values()),
-            descriptors=_descriptors() if on_linux else Counter(),
-            mappings=_mappings() if on_linux else Counter(),
-            segments=_segments({os.getpid(), *processes}) if on_linux else Counter(),
-        )
-
-    def beyond(self, before: _Snapshot) -> list[str]:
-        """Descriptions of the resources that were not in ``before``."""
-        return [
-            f"{kind} {name}" + (f" ({count} more)" if count > 1 and kind != "mapping" else "")
-            for kind, now, then in (
-                ("thread", self.threads, before.threads),
-                ("process", self.processes, before.processes),
-                ("descriptor", self.descriptors, before.descriptors),
-                ("mapping", self.mappings, before.mappings),
-                ("file", self.segments, before.segments),
-            )
-            for name, count in (now - then).items()
-        ]
+def _take_snapshot() -> Counter[tuple[str, str]]:
+    """Count the resources of this process at this moment, each under its kind and a unique name."""
+    found = {"thread": _threads()}
+    if sys.platform == "linux":
+        processes = _child_processes()
+        found["process"] = Counter(processes.values())
+        found["descriptor"], found["mapping"] = _descriptors(), _mappings()
+        found["file"] = _segments({os.getpid(), *processes})
+    return Counter({(kind, name): count for kind, names in found.items() for name, count in names.items()})
 
 
 def _threads() -> Counter[str]:
@@ -170,15 +147,10 @@ def _segments(own: set[int]) -> Counter[str]:
     if not _SHARED_MEMORY.is_dir():
         return Counter()
     names = {str(path) for path in _SHARED_MEMORY.iterdir() if not path.name.startswith(_FOREIGN_SEGMENTS)}
-    return Counter(names - _open_elsewhere(own)) if names else Counter()
-
-
-def _open_elsewhere(own: set[int]) -> set[str]:
-    held: set[str] = set()
-    for entry in Path("/proc").glob("[0-9]*"):
+    for entry in Path("/proc").glob("[0-9]*") if names else ():
         if int(entry.name) not in own:
             with suppress(OSError):  # it ended, or belongs to another user
                 maps = (entry / "maps").read_text().splitlines()
-                held.update(line.split(maxsplit=5)[-1] for line in maps if "/dev/shm/" in line)
-                held.update(os.readlink(link) for link in (entry / "fd").iterdir())  # noqa: PTH115
-    return held
+                names.difference_update(line.split(maxsplit=5)[-1] for line in maps if "/dev/shm/" in line)
+                names.difference_update(os.readlink(link) for link in (entry / "fd").iterdir())  # noqa: PTH115
+    return Counter(names)

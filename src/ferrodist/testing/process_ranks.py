@@ -1,8 +1,7 @@
 """Ranks that are processes forked from this one.
 
-`ProcessRanks` is the parent's side: it starts the ranks, receives their results and reaps them. `fork_rank` has the
-child's side: it resets the state that a fork must not inherit, and runs the program. `read_stack` reads the stack that
-`faulthandler` has written in a stuck child.
+`ProcessRanks` forks the ranks, receives their results and reaps them. A child resets the state that a fork must not
+inherit, and runs the program. `_read_stack` reads the stack that `faulthandler` has written in a stuck child.
 
 Results and errors are pickled. That is safe here and nowhere else: the pipe has no name, and both of its ends are this
 program.
@@ -35,49 +34,19 @@ from typing import IO, TYPE_CHECKING, Any
 from typing_extensions import override
 
 from ferrodist.deadline import Deadline
+from ferrodist.launch.process_watch import signal_name
 from ferrodist.testing.supervisor import Event, Outcome, RankSet, Stage, is_own_frame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from multiprocessing.connection import Connection
 
     from ferrodist.testing.supervisor import RankProgram
 
-STACK_SIGNAL = signal.SIGUSR2
+_STACK_SIGNAL = signal.SIGUSR2
 """The signal on which a rank writes the stacks of its threads to its file, also while it is inside C code."""
 
 _PR_SET_PDEATHSIG = 1
-
-
-def fork_rank(
-    program: RankProgram, rank: int, connection: Connection, stack_file: IO[bytes], close_inherited: Callable[[], None]
-) -> int:
-    """Fork, and run ``program`` as ``rank`` in the child, which never returns from here; returns its process id.
-
-    The child writes its stacks to ``stack_file`` on `STACK_SIGNAL`, and calls ``close_inherited`` to close the
-    descriptors of the parent and of other ranks.
-    """
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    parent = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        close_inherited()
-        _reset_after_fork(stack_file, libc, parent)
-        program.run(rank, _PipeChannel(connection))
-        status = 0
-    except BaseException:  # noqa: BLE001 - nothing may pass: the frames above belong to the parent's program
-        traceback.print_exc()
-    finally:
-        # Not sys.exit: exit handlers, pytest's among them, are the parent's.
-        with suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
 
 
 def _reset_after_fork(stack_file: IO[bytes], libc: ctypes.CDLL | None, parent: int) -> None:
@@ -91,7 +60,7 @@ def _reset_after_fork(stack_file: IO[bytes], libc: ctypes.CDLL | None, parent: i
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-    faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True, chain=False)
+    faulthandler.register(_STACK_SIGNAL, file=stack_file, all_threads=True, chain=False)
     # The parent's garbage is the parent's to finalize (a TemporaryDirectory would be removed under it).
     gc.freeze()
     # pytest's capture replaces sys.stdout by objects that only the parent reads; the descriptors reach it, or the
@@ -111,23 +80,11 @@ def _text_stream(descriptor: int) -> IO[str]:
         return Path(os.devnull).open("w", encoding="utf-8")
 
 
-class _PipeChannel:
-    """A `Channel` over a pipe."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def ended(self, outcome: Outcome) -> None:
-        # Before the outcome: the parent may print its own text as soon as it has that.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._connection.send_bytes(_pack(Stage.ENDED, outcome))
-
-    def await_close(self) -> None:
-        self._connection.recv_bytes()
-
-    def closed(self, outcome: Outcome | None) -> None:
-        self._connection.send_bytes(_pack(Stage.CLOSED, outcome))
+def _report(connection: Connection, stage: Stage, outcome: Outcome | None) -> None:
+    # Before the outcome: the parent may print its own text as soon as it has that.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send_bytes(_pack(stage, outcome))
 
 
 def _pack(stage: Stage, outcome: Outcome | None) -> bytes:
@@ -136,22 +93,18 @@ def _pack(stage: Stage, outcome: Outcome | None) -> bytes:
         packed = pickle.dumps((stage, outcome))
         if outcome is not None and outcome.error is not None:
             pickle.loads(packed)  # an exception with its own __init__ may pickle and then not unpickle
-    except Exception as error:  # noqa: BLE001 - a result's own code runs here
+    except Exception as problem:  # noqa: BLE001 - a result's own code runs here
         assert outcome is not None
-        return pickle.dumps((stage, _picklable(outcome, error)))
+        said = f"{type(problem).__name__}: {problem}"
+        if outcome.error is None:
+            summary = (
+                f"it returned a {type(outcome.result).__name__} that cannot be pickled ({said}). Ranks that are"
+                " processes can return only what pickles; ranks that are threads can return anything."
+            )
+            return pickle.dumps((stage, replace(outcome, result=None, summary=summary)))
+        stand_in = RuntimeError(f"{outcome.summary} (a stand-in: the error itself does not pickle: {said})")
+        return pickle.dumps((stage, replace(outcome, error=stand_in)))
     return packed
-
-
-def _picklable(outcome: Outcome, problem: Exception) -> Outcome:
-    said = f"{type(problem).__name__}: {problem}"
-    if outcome.error is None:
-        summary = (
-            f"it returned a {type(outcome.result).__name__} that cannot be pickled ({said}). Ranks that are processes"
-            " can return only what pickles; ranks that are threads can return anything."
-        )
-        return replace(outcome, result=None, summary=summary)
-    stand_in = RuntimeError(f"{outcome.summary} (a stand-in: the error itself does not pickle: {said})")
-    return replace(outcome, error=stand_in)
 
 
 _STACK_TIMEOUT_SECONDS = 1.0
@@ -160,7 +113,7 @@ _POLL_INTERVAL_SECONDS = 0.02
 _FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 
 
-def read_stack(file: IO[bytes], pid: int) -> str:
+def _read_stack(file: IO[bytes], pid: int) -> str:
     """Return the stacks that ``pid`` was asked to write to ``file``, with source lines, outermost call first."""
     deadline = Deadline(_STACK_TIMEOUT_SECONDS)
     before = b""
@@ -223,35 +176,21 @@ class _Child:
         self.status: int | None = None
         self.reaped = False
 
-    def started(self, pid: int) -> None:
-        self.pid = pid
-        self.far_end.close()
-        if hasattr(os, "pidfd_open"):
-            with suppress(OSError):
-                self.pidfd = os.pidfd_open(pid)
-
     def kill(self) -> None:
         if self.pid and not self.reaped:  # not reaped: the pid can't have gone to another process
             os.kill(self.pid, signal.SIGKILL)
 
-    def reap(self) -> None:
-        """Wait for the end of a process that is known to end."""
-        if self.pid and not self.reaped:
-            with suppress(ChildProcessError):  # someone else in this process has waited for it
-                self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            self.reaped = True
-
-    def exited_within(self, deadline: Deadline) -> bool:
-        """Wait for the end of the process; False when it goes on."""
-        while not self.reaped:
+    def reap(self, deadline: Deadline | None = None) -> bool:
+        """Wait for the end of the process; False when it goes on. Without a deadline it must be known to end."""
+        while self.pid and not self.reaped:
             try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:
+                pid, status = os.waitpid(self.pid, 0 if deadline is None else os.WNOHANG)
+            except ChildProcessError:  # someone else in this process has waited for it
                 self.reaped = True
                 break
             if pid:
                 self.status, self.reaped = os.waitstatus_to_exitcode(status), True
-            elif deadline.expired:
+            elif deadline is None or deadline.expired:
                 return False
             elif self.pidfd is not None:
                 wait_readable([self.pidfd], deadline.remaining())
@@ -271,7 +210,7 @@ class _Child:
         if self.status is None:
             return "the process ended without a result"
         if self.status < 0:
-            return f"the process was killed by {_signal_name(-self.status)}"
+            return f"the process was killed by {signal_name(-self.status)}"
         return f"the process exited with status {self.status} without a result"
 
 
@@ -279,36 +218,58 @@ class ProcessRanks(RankSet):
     """One forked process for each rank; a `RankSet`."""
 
     def __init__(self, program: RankProgram, world_size: int) -> None:
-        self._other_threads = [
-            thread.name for thread in threading.enumerate() if thread is not threading.current_thread()
-        ]
+        others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+        if others:
+            note = (
+                f"this process had other threads when it forked the ranks ({', '.join(others)}); a lock that one of"
+                " them held at that moment stays locked in the ranks for ever. Fork before starting threads, or use"
+                " ranks that are threads."
+            )
+            self.notes = [note]
         self._pending: list[Event] = []
         self._children: list[_Child] = []
         _await_ended_threads()
         try:
             self._children.extend(_Child(rank) for rank in range(world_size))
-            for child in self._children:
-                self._fork(child, program)
+            with warnings.catch_warnings():
+                # Python 3.12 warns of a fork beside threads. `notes` says so when it mattered.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                for child in self._children:
+                    self._fork(child, program)
         except BaseException:
             self.dispose()
             raise
 
     def _fork(self, child: _Child, program: RankProgram) -> None:
-        with warnings.catch_warnings():
-            # Python 3.12 warns of a fork beside threads. `notes` says so when it mattered.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = fork_rank(
-                program, child.rank, child.far_end, child.stack_file, partial(self._close_inherited, child.rank)
-            )
-        child.started(pid)
-
-    def _close_inherited(self, rank: int) -> None:
-        """Close the ends of other ranks' pipes in a child: a copy would hide that an end was closed."""
-        for child in self._children:
-            if child.rank == rank:
-                child.connection.close()
-            else:
-                child.close()
+        """Fork a rank, which runs ``program`` and never returns from here."""
+        libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+        parent = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        child.pid = os.fork()
+        if child.pid:
+            child.far_end.close()
+            if hasattr(os, "pidfd_open"):
+                with suppress(OSError):
+                    child.pidfd = os.pidfd_open(child.pid)
+            return
+        status = 1
+        try:
+            child.connection.close()
+            for other in self._children:  # a copy of another rank's pipe would hide that its end was closed
+                if other is not child:
+                    other.close()
+            _reset_after_fork(child.stack_file, libc, parent)
+            program.run(child.rank, partial(_report, child.far_end), child.far_end.recv_bytes)
+            status = 0
+        except BaseException:  # noqa: BLE001 - nothing may pass: the frames above belong to the parent's program
+            traceback.print_exc()
+        finally:
+            # Not sys.exit: exit handlers, pytest's among them, are the parent's.
+            with suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
 
     @override
     def next_event(self, timeout: float) -> Event | None:
@@ -371,8 +332,8 @@ class ProcessRanks(RankSet):
         child = self._children[rank]
         if child.reaped:
             return "  (the process has just ended)"
-        os.kill(child.pid, STACK_SIGNAL)
-        return read_stack(child.stack_file, child.pid)
+        os.kill(child.pid, _STACK_SIGNAL)
+        return _read_stack(child.stack_file, child.pid)
 
     @override
     def stop(self, ranks: Iterable[int]) -> None:
@@ -396,22 +357,11 @@ class ProcessRanks(RankSet):
     def dispose(self) -> None:
         deadline = Deadline(_EXIT_TIMEOUT_SECONDS)
         for child in self._children:
-            if child.pid and (child.stage is not Stage.CLOSED or not child.exited_within(deadline)):
+            if child.pid and (child.stage is not Stage.CLOSED or not child.reap(deadline)):
                 child.kill()
         for child in self._children:
             child.reap()
             child.close()
-
-    @override
-    def notes(self) -> list[str]:
-        if not self._other_threads:
-            return []
-        names = ", ".join(self._other_threads)
-        note = (
-            f"this process had other threads when it forked the ranks ({names}); a lock that one of them held at that"
-            " moment stays locked in the ranks for ever. Fork before starting threads, or use ranks that are threads."
-        )
-        return [note]
 
 
 def _await_ended_threads() -> None:
@@ -430,15 +380,8 @@ def _await_ended_threads() -> None:
 
 
 def _system_threads() -> set[int]:
-    """System ids of this process's threads; empty where there is no /proc."""
+    """System ids of this process's threads; empty without a /proc."""
     try:
         return {int(task.name) for task in Path("/proc/self/task").iterdir()}
     except OSError:
         return set()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

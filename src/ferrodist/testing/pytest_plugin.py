@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -167,15 +168,6 @@ def _fail(why: str) -> NoReturn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CrashLocation:
-    """The location of a failure, and its line in pytest's summary."""
-
-    path: str
-    lineno: int
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class _RankReport:
     """The text of a `RankFailedError`, as pytest shows failures."""
 
@@ -184,8 +176,8 @@ class _RankReport:
     line: int
 
     @property
-    def reprcrash(self) -> _CrashLocation:
-        return _CrashLocation(path=self.path, lineno=self.line, message=self.text.partition("\n")[0])
+    def reprcrash(self) -> SimpleNamespace:
+        return SimpleNamespace(path=self.path, lineno=self.line, message=self.text.partition("\n")[0])
 
     def toterminal(self, tw: TerminalWriter) -> None:
         for line in self.text.splitlines():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import queue
 import secrets
@@ -90,7 +89,7 @@ def run_ranks(
     try:
         results = supervise(_start(body, world_size, backend, timeout), world_size, timeout)
     except RankFailedError:
-        with contextlib.suppress(Warning):  # the failure matters more
+        with suppress(Warning):  # the failure matters more
             _warn_of_shared_generator(seed, world_size)
         raise
     _warn_of_shared_generator(seed, world_size)
@@ -192,15 +191,14 @@ class ThreadRanks(RankSet):
             group = self._groups[rank] = program.open_group(rank)
             return group
 
-        remembering = replace(program, open_group=open_group)
+        def run(rank: int) -> None:
+            def report(stage: Stage, outcome: Outcome | None) -> None:
+                self._events.put(Event(rank=rank, stage=stage, outcome=outcome))
+
+            replace(program, open_group=open_group).run(rank, report, self._may_close.wait)
+
         self._threads = [
-            threading.Thread(
-                target=remembering.run,
-                args=(rank, _ThreadChannel(rank, self._events, self._may_close)),
-                name=f"rank {rank}",
-                daemon=True,
-            )
-            for rank in range(world_size)
+            threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)
         ]
         for thread in self._threads:
             thread.start()
@@ -240,28 +238,6 @@ class ThreadRanks(RankSet):
         deadline = Deadline(_JOIN_TIMEOUT_SECONDS)
         for thread in self._threads:
             thread.join(deadline.remaining())
-
-    @override
-    def notes(self) -> list[str]:
-        return []
-
-
-class _ThreadChannel:
-    """A `Channel` within one process."""
-
-    def __init__(self, rank: int, events: queue.SimpleQueue[Event], may_close: threading.Event) -> None:
-        self._rank = rank
-        self._events = events
-        self._may_close = may_close
-
-    def ended(self, outcome: Outcome) -> None:
-        self._events.put(Event(rank=self._rank, stage=Stage.ENDED, outcome=outcome))
-
-    def await_close(self) -> None:
-        self._may_close.wait()
-
-    def closed(self, outcome: Outcome | None) -> None:
-        self._events.put(Event(rank=self._rank, stage=Stage.CLOSED, outcome=outcome))
 
 
 def _abort(group: Backend | None) -> None:

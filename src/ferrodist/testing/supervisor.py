@@ -92,19 +92,6 @@ class Outcome:
         return bool(self.summary)
 
 
-class Channel(Protocol):
-    """A rank's connection to its supervisor."""
-
-    def ended(self, outcome: Outcome) -> None:
-        """Report the end of the function."""
-
-    def await_close(self) -> None:
-        """Block until the functions of all ranks have ended."""
-
-    def closed(self, outcome: Outcome | None) -> None:
-        """Report that the group is closed; ``outcome`` is a failure to close it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
     """The work of a rank: to open its group, which may block until the others do, and the function on it."""
@@ -112,28 +99,32 @@ class RankProgram:
     open_group: Callable[[int], Backend]
     body: Callable[[Backend], Any]
 
-    def run(self, rank: int, channel: Channel) -> None:
-        """Run as ``rank``. Nothing is raised: results and errors go to ``channel``."""
+    def run(
+        self, rank: int, report: Callable[[Stage, Outcome | None], object], await_close: Callable[[], object]
+    ) -> None:
+        """Run as ``rank``. Nothing is raised: results and errors go to ``report``, as in an `Event`.
+
+        ``await_close`` blocks until the functions of all ranks have ended.
+        """
         group: Backend | None = None
         try:
             group = self.open_group(rank)
-            outcome = Outcome(rank=rank, result=self._call(group), time=time.monotonic())
+            # Imported late: the plugin loads this package at every start of pytest.
+            from ferrodist.backends.process_group import use_group  # noqa: PLC0415
+
+            with use_group(group):
+                outcome = Outcome(rank=rank, result=self.body(group), time=time.monotonic())
         except BaseException as error:  # noqa: BLE001 - a test's failure, skip or exit belongs to whoever runs the ranks
             outcome = failed_outcome(rank, error)
             if group is not None:
-                _abort(group, error)
-        channel.ended(outcome)
+                # A second failure (a backend under test may do anything) must not hide the one that is being reported.
+                with suppress(Exception):
+                    group.abort(describe_failed_program(error))
+        report(Stage.ENDED, outcome)
         if not outcome.failed:
             # A rank that failed closes at once: that also wakes ranks that wait for it in a sub-group.
-            channel.await_close()
-        channel.closed(_close(group, rank))
-
-    def _call(self, group: Backend) -> Any:
-        # Imported late: the plugin loads this package at every start of pytest.
-        from ferrodist.backends.process_group import use_group  # noqa: PLC0415
-
-        with use_group(group):
-            return self.body(group)
+            await_close()
+        report(Stage.CLOSED, _close(group, rank))
 
 
 def failed_outcome(rank: int, error: BaseException) -> Outcome:
@@ -155,12 +146,6 @@ def failed_outcome(rank: int, error: BaseException) -> Outcome:
 def is_own_frame(path: str) -> bool:
     """Return whether a source file belongs to the frames between a rank's start and the test's function."""
     return Path(path).parent == _HERE and Path(path).name in _OUTER_FILES
-
-
-def _abort(group: Backend, error: BaseException) -> None:
-    # A second failure (a backend under test may do anything) must not hide the failure that is being reported.
-    with suppress(Exception):
-        group.abort(describe_failed_program(error))
 
 
 def _close(group: Backend | None, rank: int) -> Outcome | None:
@@ -201,6 +186,8 @@ class Event:
 class RankSet(Protocol):
     """Started ranks: threads or processes."""
 
+    notes: Sequence[str] = ()  # for the error when a rank is stuck
+
     def next_event(self, timeout: float) -> Event | None:
         """Wait for the next event; None when ``timeout`` seconds have passed."""
 
@@ -216,9 +203,6 @@ class RankSet(Protocol):
     def dispose(self) -> None:
         """Stop the remaining ranks and free the resources."""
 
-    def notes(self) -> list[str]:
-        """Notes for the error when a rank is stuck."""
-
 
 def supervise(ranks: RankSet, world_size: int, timeout: float) -> list[Any]:
     """Wait for all ranks, ``timeout`` seconds, and return their results in rank order; RankFailedError if one fails."""
@@ -228,7 +212,7 @@ def supervise(ranks: RankSet, world_size: int, timeout: float) -> list[Any]:
         watch.collect_closings()
         outcomes = [*watch.ended.values(), *watch.close_failures]
         if any(outcome.failed for outcome in outcomes):
-            raise rank_failed_error(outcomes, world_size, ranks.notes() if stuck else ())
+            raise rank_failed_error(outcomes, world_size, ranks.notes if stuck else ())
         return [watch.ended[rank].result for rank in range(world_size)]
     finally:
         ranks.dispose()
@@ -296,12 +280,9 @@ class _Supervision:
 
 def _stuck(rank: int, stack: str, timeout: float | None) -> Outcome:
     if timeout is None:
-        summary = f"was still running {_STOP_TIMEOUT:g} s after the failure and was stopped, at {_last_frame(stack)}"
+        frames = [line.strip() for line in stack.splitlines() if line.lstrip().startswith("File ")]
+        place = frames[-1] if frames else "an unknown place"
+        summary = f"was still running {_STOP_TIMEOUT:g} s after the failure and was stopped, at {place}"
         return Outcome(rank=rank, time=time.monotonic(), summary=summary, secondary=True)
     summary = f"not done after {timeout:g} s (the timeout of run_ranks), and stopped"
     return Outcome(rank=rank, time=time.monotonic(), summary=summary, report=f"{summary}; it was here:\n{stack}")
-
-
-def _last_frame(stack: str) -> str:
-    lines = [line.strip() for line in stack.splitlines() if line.lstrip().startswith("File ")]
-    return lines[-1] if lines else "an unknown place"

@@ -30,14 +30,9 @@ class BufferPool:
         try:
             block = free.pop()
         except IndexError:
-            block = _map(mapped_bytes)
+            block = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                block.madvise(mmap.MADV_HUGEPAGE)
         lease = memoryview(block)  # lives as long as any tensor has this memory
         weakref.finalize(lease, free.append, block).atexit = False
         return torch.frombuffer(lease, dtype=dtype, count=numel)
-
-
-def _map(size_bytes: int) -> mmap.mmap:
-    block = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return block

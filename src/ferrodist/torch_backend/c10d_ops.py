@@ -82,7 +82,7 @@ def use_c10d_kernels() -> None:
                 kernel = _kernel(method, operator, key)
                 library.impl(operator, kernel, key, with_keyset=True, allow_override=True)  # type: ignore[no-untyped-call]
     _library.append(library)
-    signatures.use_router(_route)
+    signatures.router = _route
 
 
 def _kernel(method: str, operator: str, key: str) -> Callable[..., Any]:
@@ -114,8 +114,7 @@ def _kernel(method: str, operator: str, key: str) -> Callable[..., Any]:
 def _route(group: FerrodistProcessGroup, method: Callable[..., FerrodistWork], given: tuple[Any, ...]) -> Any:
     """Run a method through its operator inside a dispatch mode; return None outside of one."""
     base = _BASES.get(method.__name__)
-    is_looked_at = num_dispatch_modes() > 0
-    if base is None or not is_looked_at or getattr(_local, "is_in_operator", False):
+    if base is None or not num_dispatch_modes() or getattr(_local, "is_in_operator", False):
         return None
     opts = given[-1]
     was_async, opts.asyncOp = opts.asyncOp, False

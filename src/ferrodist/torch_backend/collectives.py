@@ -32,10 +32,6 @@ _HEAD = struct.Struct(f"<Q{_DIGEST_SIZE}s")
 """A rank's count and the digest of its text; followed by as much of the text as has room in the payload."""
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedCall:
     """A collective of torch's whose arguments have been checked."""
@@ -44,7 +40,7 @@ class CheckedCall:
     results: list[Any]  # of `Work.result()`
     # Runs the call in its turn, when its tensors can be read; takes the engine, the timeout in seconds, the position.
     run: Callable[[CollectiveEngine, float, int], None]
-    finish: Callable[[], None] = _nothing  # called once, by the thread that waits for the end
+    finish: Callable[[], None] = lambda: None  # called once, by the thread that waits for the end
 
 
 def _call(
@@ -212,61 +208,40 @@ def _gather_into(target: Target, results: list[Any], tensor: torch.Tensor, count
     return _call(op, results, source=Source(tensor), target=target)
 
 
-def gather(group: Backend, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> CheckedCall:
-    """Gather into the root's tensors, one for each rank, all of one size; ``outputs`` is None elsewhere."""
-    target = None
-    if outputs is not None:
-        _check_list(group, outputs, tensor, "outputs")
-        target = Target(*outputs)
-        _check_even(target.counts, tensor)
-    return _gather_at_root(group, target, list(outputs or ()), tensor, root)
-
-
-def gather_single(group: Backend, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> CheckedCall:
-    """Gather into one tensor of the root's; ``output`` is None elsewhere."""
-    if output is None:
-        return _gather_at_root(group, None, [], tensor, root)
-    _check_whole(group, output, tensor)
-    target = Target(output, beside=None if _is_own_part(group, output, tensor) else tensor)
-    return _gather_at_root(group, target, [output], tensor, root)
-
-
-def _gather_at_root(
-    group: Backend, target: Target | None, results: list[Any], tensor: torch.Tensor, root: int
+def gather(
+    group: Backend, outputs: Sequence[torch.Tensor] | torch.Tensor | None, tensor: torch.Tensor, root: int
 ) -> CheckedCall:
+    """Gather into one tensor of the root's, or one for each rank, all of one size; ``outputs`` is None elsewhere."""
+    target, results = None, []
+    if isinstance(outputs, torch.Tensor):
+        _check_whole(group, outputs, tensor)
+        target, results = Target(outputs, beside=None if _is_own_part(group, outputs, tensor) else tensor), [outputs]
+    elif outputs is not None:
+        _check_list(group, outputs, tensor, "outputs")
+        target, results = Target(*outputs), list(outputs)
+        _check_even(target.counts, tensor)
     _check(tensor)
     counts = [tensor.numel() * elements_per_item(tensor)] * group.world_size
     op = _op(CollectiveKind.GATHER, tensor, counts=counts, root=root)
     return _call(op, results, source=Source(tensor), target=target)
 
 
-def scatter(group: Backend, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> CheckedCall:
-    """Scatter the root's tensors, one for each rank, all of one size; ``inputs`` is None elsewhere."""
+def scatter(
+    group: Backend, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | torch.Tensor | None, root: int
+) -> CheckedCall:
+    """Scatter one tensor of the root's, or one for each rank, all of one size; ``inputs`` is None elsewhere."""
     _check(tensor)
-    source = None
-    if inputs is not None:
+    source = beside = None
+    if isinstance(inputs, torch.Tensor):
+        _check_whole(group, inputs, tensor, ("input", "output"))
+        source, beside = Source(inputs), None if _is_own_part(group, inputs, tensor) else inputs
+    elif inputs is not None:
         _check_list(group, inputs, tensor, "inputs")
         source = Source(*inputs)
         _check_even(source.counts, tensor)
-    return _scatter_from_root(group, Target(tensor), source, tensor, root)
-
-
-def scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor | None, root: int) -> CheckedCall:
-    """Scatter one tensor of the root's; ``tensor`` is None elsewhere."""
-    _check(output)
-    if tensor is None:
-        return _scatter_from_root(group, Target(output), None, output, root)
-    _check_whole(group, tensor, output, ("input", "output"))
-    target = Target(output, beside=None if _is_own_part(group, tensor, output) else tensor)
-    return _scatter_from_root(group, target, Source(tensor), output, root)
-
-
-def _scatter_from_root(
-    group: Backend, target: Target, source: Source | None, tensor: torch.Tensor, root: int
-) -> CheckedCall:
     counts = [tensor.numel() * elements_per_item(tensor)] * group.world_size
     op = _op(CollectiveKind.SCATTER, tensor, counts=counts, root=root)
-    return _call(op, [tensor], source=source, target=target)
+    return _call(op, [tensor], source=source, target=Target(tensor, beside=beside))
 
 
 def reduce_scatter(group: Backend, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op) -> list[CheckedCall]:

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.torch_backend.collectives import CheckedCall
 
+    Tensors = list[torch.Tensor]
+
 # The declared methods have more forms than torch's functions and its C++ use.
 # mypy: disable-error-code="override"
 
@@ -99,10 +101,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """The backend's name in torch."""
         return "ferrodist"
 
-    name = getBackendName
-
-    def _get_backend_name(self) -> str:
-        return "ferrodist"
+    name = _get_backend_name = getBackendName
 
     # torch's C++ names the groups that it has made backends for, and calls these methods of others.
 
@@ -192,7 +191,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     # Collectives. Those that programs call most try the compiled fast path first.
 
     @accept_options(dist.AllreduceOptions, 1, "op", in_lists=True)
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
+    def allreduce(self, tensors: Tensors, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks, in place."""
         tensor = only(tensors, "allreduce")
         op = plain_reduction(opts.reduceOp)
@@ -210,12 +209,12 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         return self._run_all(sparse_allreduce(self.group, tensor, reduction(opts.reduceOp)), opts)
 
     @accept_options(dist.AllreduceCoalescedOptions, 1)
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> FerrodistWork:
         """Fold each of several tensors."""
         return self._join([self.allreduce([tensor], opts) for tensor in tensors])
 
     @accept_options(dist.BroadcastOptions, 1, "root", in_lists=True)
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
+    def broadcast(self, tensors: Tensors, opts: Any) -> FerrodistWork:
         """Copy the root's tensor to every rank."""
         tensor = only(tensors, "broadcast")
         check_root(self.group, opts.rootRank, "root")
@@ -230,24 +229,20 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         return self._run(collectives.broadcast(self.group, tensor, opts.rootRank), opts)
 
     @accept_options(dist.ReduceOptions, 1, "root", "op", in_lists=True)
-    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
+    def reduce(self, tensors: Tensors, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks into the root's."""
         tensor = only(tensors, "reduce")
         check_root(self.group, opts.rootRank, "root")
         return self._run(collectives.reduce(self.group, tensor, opts.rootRank, reduction(opts.reduceOp)), opts)
 
     @accept_options(AllgatherOptions, 2, in_lists=True)
-    def allgather(
-        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any
-    ) -> FerrodistWork:
+    def allgather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> FerrodistWork:
         """Gather tensors, whose sizes may differ, on every rank."""
         outputs, tensor = only(output_tensors, "allgather"), only(input_tensors, "allgather")
         return self._run_all(collectives.all_gather(self.group, outputs, tensor), opts)
 
     @accept_options(AllgatherOptions, 2)
-    def allgather_coalesced(
-        self, output_lists: list[list[torch.Tensor]], input_list: list[torch.Tensor], opts: Any
-    ) -> FerrodistWork:
+    def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any) -> FerrodistWork:
         """Gather several tensors on every rank."""
         # The outer list is by rank in torch's C++, and by tensor in its Python.
         by_tensor = [[outputs[index] for outputs in output_lists] for index in range(len(input_list))]
@@ -269,16 +264,12 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         return self._run(collectives.all_gather_single(self.group, output, tensor), opts)
 
     @accept_options(AllgatherOptions, 2)
-    def all_gather_single_coalesced(
-        self, output_lists: list[torch.Tensor], input_list: list[torch.Tensor], opts: Any
-    ) -> FerrodistWork:
+    def all_gather_single_coalesced(self, output_lists: Tensors, input_list: Tensors, opts: Any) -> FerrodistWork:
         """`all_gather_single` of several tensors."""
         return self._join([self.all_gather_single(*pair, opts) for pair in zip(output_lists, input_list, strict=True)])
 
     @accept_options(dist.GatherOptions, 2, "root", in_lists=True)
-    def gather(
-        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any
-    ) -> FerrodistWork:
+    def gather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> FerrodistWork:
         """Gather tensors on the root."""
         check_root(self.group, opts.rootRank, "root")
         outputs = only(output_tensors, "gather") if self.group.rank == opts.rootRank else None
@@ -290,19 +281,17 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Gather tensors into one on the root; ``output`` is not used on other ranks."""
         check_root(self.group, opts.rootRank, "root")
         at_root = output if self.group.rank == opts.rootRank else None
-        return self._run(collectives.gather_single(self.group, at_root, tensor, opts.rootRank), opts)
+        return self._run(collectives.gather(self.group, at_root, tensor, opts.rootRank), opts)
 
     @accept_options(dist.ScatterOptions, 2, "root")
     def scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Scatter the root's tensor; ``tensor`` is not used on other ranks."""
         check_root(self.group, opts.rootRank, "root")
         at_root = tensor if self.group.rank == opts.rootRank else None
-        return self._run(collectives.scatter_single(self.group, output, at_root, opts.rootRank), opts)
+        return self._run(collectives.scatter(self.group, output, at_root, opts.rootRank), opts)
 
     @accept_options(dist.ScatterOptions, 2, "root", in_lists=True)
-    def scatter(
-        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
-    ) -> FerrodistWork:
+    def scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> FerrodistWork:
         """Scatter the root's tensors."""
         check_root(self.group, opts.rootRank, "root")
         inputs = only(input_tensors, "scatter") if self.group.rank == opts.rootRank else None
@@ -310,9 +299,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         return self._run(collectives.scatter(self.group, tensor, inputs, opts.rootRank), opts)
 
     @accept_options(dist.ReduceScatterOptions, 2, "op", in_lists=True)
-    def reduce_scatter(
-        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
-    ) -> FerrodistWork:
+    def reduce_scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> FerrodistWork:
         """Fold lists of tensors, whose sizes may differ, over the ranks; rank r gets the r-th."""
         output, inputs = only(output_tensors, "reduce_scatter"), only(input_tensors, "reduce_scatter")
         return self._run_all(collectives.reduce_scatter(self.group, output, inputs, reduction(opts.reduceOp)), opts)
@@ -333,9 +320,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         return self._run(call, opts)
 
     @accept_options(dist.ReduceScatterOptions, 2)
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
-    ) -> FerrodistWork:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> FerrodistWork:
         """`reduce_scatter_single` of several tensors."""
         return self._join([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
@@ -355,9 +340,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         return self._run(call, opts)
 
     @accept_options(dist.AllToAllOptions, 2)
-    def alltoall(
-        self, output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], opts: Any
-    ) -> FerrodistWork:
+    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any) -> FerrodistWork:
         """Send a tensor to each rank, and receive one from each."""
         return self._run(collectives.all_to_all(self.group, output_tensors, input_tensors), opts)
 
@@ -375,19 +358,19 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     # Point-to-point.
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> FerrodistWork:
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> FerrodistWork:
         """Send a tensor."""
         with recorded("send"):
             work = start_send(self.group, only(tensors, "send"), dst, tag, self._threads)
         self._sends.add(work)
         return self._returned(work)
 
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> FerrodistWork:
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> FerrodistWork:
         """Receive a tensor."""
         with recorded("recv"):
             return self._returned(start_receive(self.group, only(tensors, "recv"), src, tag, self._threads))
 
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> FerrodistWork:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> FerrodistWork:
         """Receive a tensor from any rank."""
         with recorded("recv_anysource"):
             return self._returned(start_receive(self.group, only(tensors, "recv"), None, tag, self._threads))

@@ -13,7 +13,7 @@ from ferrodist.backends.subgroup import SubBackend
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import PrefixStore, rendezvous_in
 from ferrodist.torch_backend.process_group import FerrodistProcessGroup
-from ferrodist.torch_backend.torch_store import TorchStore, hide, server_of
+from ferrodist.torch_backend.torch_store import TorchStore, make_private, server_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,27 +34,27 @@ def make_process_group(options: Any, pg_options: Any) -> FerrodistProcessGroup:
         raise TypeError(f"groups of ferrodist have no options: leave pg_options={pg_options!r} out")
     seconds = options.timeout.total_seconds()
     ranks = list(options.global_ranks_in_group)
-    whole = dist.group.WORLD if ranks else None
+    default = dist.group.WORLD if ranks else None
     name = f"torch group {options.group_id}"
-    if isinstance(whole, FerrodistProcessGroup):
+    if isinstance(default, FerrodistProcessGroup):
         # Labelled by torch's id: the number of earlier sub-groups may differ, for not all groups are ferrodist's.
-        group: Backend = SubBackend(whole.group, ranks, timeout=seconds, name=name, label=f"torch {options.group_id}")
+        group: Backend = SubBackend(default.group, ranks, timeout=seconds, name=name, label=f"torch {options.group_id}")
         return FerrodistProcessGroup(group, options.store)
-    group, leave = _meet(options, seconds)
+    group, leave = _rendezvous(options, seconds)
     group.on_close(leave)
     if not ranks:
         use_torch_default(group)
     return FerrodistProcessGroup(group, options.store)
 
 
-def _meet(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:
+def _rendezvous(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:
     deadline = Deadline(seconds)
-    whole = TorchStore(options.store, timeout=seconds)
+    store = TorchStore(options.store, timeout=seconds)
     # Each rank counts its rendezvous in the store, so no other one has used this prefix.
-    store = PrefixStore(whole, f"{_FOLDER}/{whole.add(f'{_FOLDER}/meetings of {options.group_rank}', 1)}")
-    is_private = hide(options.store)  # after its file was made, and before a secret may be put into it
+    prefixed = PrefixStore(store, f"{_FOLDER}/{store.add(f'{_FOLDER}/meetings of {options.group_rank}', 1)}")
+    is_private = make_private(options.store)  # after its file was made, and before a secret may be put into it
     membership = rendezvous_in(
-        store,
+        prefixed,
         "torch's store",
         rank=options.group_rank,
         world_size=options.group_size,

@@ -28,13 +28,8 @@ _MISSING = object()
 
 _NOT_RECORDED = contextlib.nullcontext()
 
-_router: Callable[..., Any] | None = None
-
-
-def use_router(router: Callable[..., Any]) -> None:
-    """Call ``router(group, method, arguments)`` before each method; its result, unless None, replaces the method's."""
-    global _router  # noqa: PLW0603 - read in each call, of all groups
-    _router = router
+router: Callable[..., Any] | None = None
+"""Called as ``router(group, method, arguments)`` before each method; its result, unless None, replaces the method's."""
 
 
 def recorded(name: str) -> AbstractContextManager[object]:
@@ -55,7 +50,7 @@ def accept_options(
         parser = _ArgumentParser(method, options, num_tensors, (*fields, "timeout"), in_lists=in_lists)
 
         def run(group: Any, arguments: Sequence[Any]) -> _Result:
-            found: _Result | None = None if _router is None else _router(group, method, arguments)
+            found: _Result | None = None if router is None else router(group, method, arguments)
             if found is not None:
                 return found
             with recorded(method.__name__):
@@ -64,7 +59,7 @@ def accept_options(
         def call(group: Any, *given: Any, **named: Any) -> _Result:
             group.num_calls += 1
             if given and type(given[-1]) is options and not named:  # as torch itself calls it: the hot path
-                is_watched = _router is not None or is_profiling()
+                is_watched = router is not None or is_profiling()
                 return run(group, given) if is_watched else method(group, *given)
             return run(group, parser.parse(given, named))
 
@@ -72,7 +67,7 @@ def accept_options(
             group: Any, tensors: Any = _MISSING, opts: Any = _MISSING, /, *rest: Any, **named: Any
         ) -> _Result:
             # The same as `call` in half the time: 0.2 us less.
-            if type(opts) is options and _router is None and not (rest or named or is_profiling()):
+            if type(opts) is options and router is None and not (rest or named or is_profiling()):
                 group.num_calls += 1
                 return method(group, tensors, opts)
             return call(group, *[each for each in (tensors, opts) if each is not _MISSING], *rest, **named)

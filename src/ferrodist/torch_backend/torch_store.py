@@ -34,7 +34,7 @@ def server_of(store: C10dStore) -> str | None:
     return inner.host if isinstance(inner, TCPStore) else None
 
 
-def hide(store: C10dStore) -> bool:
+def make_private(store: C10dStore) -> bool:
     """Make a store of torch's unreadable for other users, if possible; returns whether none can read it, or could.
 
     torch makes its files readable for all users. A process that has opened one can go on reading it, so other users are
@@ -49,11 +49,11 @@ def hide(store: C10dStore) -> bool:
             status = path.stat()
             if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 path.chmod(stat.S_IMODE(status.st_mode) & stat.S_IRWXU)
-                return _is_shut_in(path)
+                return _has_private_parent(path)
     return False
 
 
-def _is_shut_in(path: Path) -> bool:
+def _has_private_parent(path: Path) -> bool:
     """Return whether a folder above a file keeps other users out."""
     folders = [folder.stat() for folder in path.resolve().parents]
     owners = (os.geteuid(), _ROOT_UID)
@@ -81,22 +81,22 @@ class TorchStore(Store):
 
     @override
     def set(self, key: str, value: bytes, *, timeout: float | None = None) -> None:
-        self._limit(timeout)
+        self._timeout_of(timeout)
         value = check_value(value)
-        self._ask(lambda store: store.set(check_key(key), value))  # type: ignore[arg-type] # bytes will do, too
+        self._call(lambda store: store.set(check_key(key), value))  # type: ignore[arg-type] # bytes will do, too
         self._has(key)  # torch's TCPStore does not wait for its server, which answers this after the set
 
     @override
     def get(self, key: str, *, timeout: float | None = None) -> bytes:
         self.wait([key], timeout=timeout)
-        return bytes(self._ask(lambda store: store.get(key)))
+        return bytes(self._call(lambda store: store.get(key)))
 
     @override
     def wait(self, keys: Iterable[str], *, timeout: float | None = None) -> None:
         wanted = check_keys(keys)
-        deadline = Deadline(self._limit(timeout))
+        deadline = Deadline(self._timeout_of(timeout))
         pause = _MIN_POLL_SECONDS
-        while not self._ask(lambda store: store.check(wanted)):
+        while not self._call(lambda store: store.check(wanted)):
             if deadline.expired:
                 missing = [key for key in wanted if not self._has(key)]
                 raise missing_keys_error("torch's store", missing or wanted, deadline)
@@ -105,31 +105,31 @@ class TorchStore(Store):
 
     @override
     def add(self, key: str, amount: int, *, timeout: float | None = None) -> int:
-        self._limit(timeout)
+        self._timeout_of(timeout)
         check_amount(amount)
         try:
-            found = int(self._ask(lambda store: store.add(check_key(key), amount)))
+            found = int(self._call(lambda store: store.add(check_key(key), amount)))
         except ValueError as error:
             raise RendezvousError(f"the value of {key!r} in torch's store is not a number to add to") from error
         if not -_INT64_END <= found - amount < _INT64_END:  # it has wrapped around
-            self._ask(lambda store: store.add(key, -amount))
+            self._call(lambda store: store.add(key, -amount))
             raise ValueError(f"adding {amount} to {key!r} would go beyond 64 bits")
         return found
 
     @override
     def compare_set(self, key: str, expected: bytes, desired: bytes, *, timeout: float | None = None) -> bytes:
-        self._limit(timeout)
+        self._timeout_of(timeout)
         check_key(key)
         expected, desired = check_value(expected), check_value(desired)
-        found = bytes(self._ask(lambda store: store.compare_set(key, expected, desired)))  # type: ignore[arg-type]
+        found = bytes(self._call(lambda store: store.compare_set(key, expected, desired)))  # type: ignore[arg-type]
         # If the key is missing, torch's stores return the expected value.
         is_missing = expected and found == expected and (expected != desired or not self._has(key))
         return b"" if is_missing else found
 
     @override
     def delete(self, key: str, *, timeout: float | None = None) -> bool:
-        self._limit(timeout)
-        return self._has(check_key(key)) and bool(self._ask(lambda store: store.delete_key(key)))
+        self._timeout_of(timeout)
+        return self._has(check_key(key)) and bool(self._call(lambda store: store.delete_key(key)))
 
     @override
     def close(self) -> None:
@@ -137,16 +137,16 @@ class TorchStore(Store):
         self._is_closed = True
 
     def _has(self, key: str) -> bool:
-        return bool(self._ask(lambda store: store.check([key])))
+        return bool(self._call(lambda store: store.check([key])))
 
-    def _limit(self, timeout: float | None) -> float:
+    def _timeout_of(self, timeout: float | None) -> float:
         return self._timeout if timeout is None else check_timeout(timeout)
 
-    def _ask(self, question: Callable[[C10dStore], _T]) -> _T:
+    def _call(self, function: Callable[[C10dStore], _T]) -> _T:
         if self._is_closed:
             raise RendezvousError("the store is closed")
         try:
-            return question(self._store)
+            return function(self._store)
         except RuntimeError as error:
             raise RendezvousError(
                 f"torch's store does not answer: {error}. Is the process that serves it still there?"

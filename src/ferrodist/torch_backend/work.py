@@ -67,7 +67,7 @@ class FerrodistWork(dist.Work):
 
     # Implemented by each kind of work.
 
-    def has_ended(self) -> bool:
+    def is_completed(self) -> bool:
         """Return whether the operation has ended, successfully or not."""
         raise NotImplementedError
 
@@ -93,23 +93,19 @@ class FerrodistWork(dist.Work):
             tensors = [each for each in tree_leaves(self.results) if isinstance(each, torch.Tensor)]
             devices: list[int | str | torch.device] = [each.device for each in tensors if each.is_cuda]
             future = self._future = ResultFuture(self.threads, devices)
-            if self.has_ended():  # then the future is done at once, which torch's reducer relies on
+            if self.is_completed():  # then the future is done at once, which torch's reducer relies on
                 future.settle(self.result)
             else:
                 self.when_ended(lambda: future.settle(self.result))
         return self._future
 
-    def is_completed(self) -> bool:
-        """Return whether the operation has ended, successfully or not."""
-        return self.has_ended()
-
     def is_success(self) -> bool:
         """Return whether the operation has ended successfully."""
-        return self.has_ended() and self.exception() is None
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
         """Return the error of an operation that has failed, or None."""
-        if not self.has_ended():
+        if not self.is_completed():
             return None
         try:
             self.wait_for(None)
@@ -132,7 +128,7 @@ class DoneWork(FerrodistWork):
     """An operation that had ended before its call returned."""
 
     @override
-    def has_ended(self) -> bool:
+    def is_completed(self) -> bool:
         return True
 
     @override
@@ -156,7 +152,7 @@ class CollectiveWork(FerrodistWork):
         self._callbacks = callbacks
 
     @override
-    def has_ended(self) -> bool:
+    def is_completed(self) -> bool:
         return self._pending.done()
 
     @override
@@ -177,8 +173,8 @@ class JoinedWork(FerrodistWork):
         self._works = works
 
     @override
-    def has_ended(self) -> bool:
-        return all(work.has_ended() for work in self._works)
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
     @override
     def wait_for(self, seconds: float | None) -> None:
@@ -197,7 +193,7 @@ def _error_of(work: FerrodistWork, deadline: Deadline | None) -> BaseException |
     try:
         work.wait_for(None if deadline is None else deadline.remaining())
     except DistributedTimeoutError as error:
-        if not work.has_ended():
+        if not work.is_completed():
             raise
         return error
     except Exception as error:  # noqa: BLE001 - it is raised when all have ended
@@ -246,11 +242,7 @@ class CallbackStream:
         limit = seconds_of(opts.timeout)
         seconds = group.timeout if limit is None else limit
         prepared: PreparedCall[None] = PreparedCall(
-            op=call.op,
-            group=group,
-            engine=engine,
-            run=partial(self._run_at, call, engine, seconds),
-            finish=call.finish,
+            op=call.op, group=group, engine=engine, run=partial(self._run_at, call, engine, seconds), finish=call.finish
         )
         if opts.asyncOp:
             return self.work_of(submit(prepared), call.results)
@@ -300,10 +292,12 @@ class CallbackStreams:
 
 _DRAIN_SECONDS = 10.0  # how long leaving a group waits for its messages to be received
 
-_SHUTDOWN_FUNCTIONS = {"shutdown", "_leave_at_exit", "run_at_exit", "_run_stages_before", "_run_exit_stage"}
-
+_SHUTDOWN_FUNCTIONS = {"shutdown", "_leave_at_exit"}
 _CALLING = ("ferrodist.backends.", "ferrodist.collectives.", "ferrodist.torch_backend.")
-_CALLED_BACK = "ferrodist.torch_backend.futures"
+_CALLED_BACK = {
+    "ferrodist.torch_backend.futures",
+    "ferrodist.backends.lifecycle",
+}  # which run callbacks and exit handlers
 
 
 def can_drain() -> bool:
@@ -318,7 +312,7 @@ def can_drain() -> bool:
         frame = frame.f_back
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(_CALLING) and module != _CALLED_BACK:
+        if module.startswith(_CALLING) and module not in _CALLED_BACK:
             return False
         frame = frame.f_back
     return True
@@ -335,12 +329,12 @@ class PendingSends:
     def add(self, work: MessageWork) -> None:
         """Keep a send until it has ended, or little longer."""
         with self._lock:
-            while self._works and self._works[0].has_ended():
+            while self._works and self._works[0].is_completed():
                 self._works.popleft()
             if len(self._works) >= self._limit:  # behind an old one; rare, for this looks at all of them
-                self._works = deque(each for each in self._works if not each.has_ended())
+                self._works = deque(each for each in self._works if not each.is_completed())
                 self._limit = 2 * len(self._works) + 8
-            if not work.has_ended():
+            if not work.is_completed():
                 self._works.append(work)
 
     def drain(self) -> None:
@@ -392,11 +386,10 @@ class MessageWork(FerrodistWork):
         """The sender's rank, when the message has arrived."""
         return self._request.peer
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
     @override
-    def has_ended(self) -> bool:
+    def is_completed(self) -> bool:
         if not self._request.done():
             return False
         with contextlib.suppress(DistributedError):  # which a wait raises
@@ -417,7 +410,7 @@ class MessageWork(FerrodistWork):
                 self._finish()
                 self._finish = None
             if self._handoff is not None:
-                self._handoff.take()
+                self._handoff.wait_on_stream()
 
     @override
     def when_ended(self, callback: Callable[[], None]) -> None:

@@ -10,9 +10,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, TypeVar
+import sys
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 try:
     from torch._compile import _disable_dynamo as disable_dynamo
@@ -28,9 +33,23 @@ try:
 except (ImportError, AttributeError):
     _set_strategy = None
 
-__all__ = ["disable_dynamo", "not_compiled"]
+__all__ = ["disable_dynamo", "not_compiled", "outside_of_compiler"]
 
 _Kind = TypeVar("_Kind", bound=type)
+_Result = TypeVar("_Result")
+
+
+def outside_of_compiler(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Hide a function from torch.compile, which is slow to load, where something else has loaded it."""
+
+    @wraps(function)
+    def wrapper(*arguments: Any, **keywords: Any) -> _Result:
+        if "torch._dynamo" not in sys.modules:
+            return function(*arguments, **keywords)
+        disabled: Callable[..., _Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return disabled(*arguments, **keywords)
+
+    return wrapper
 
 
 def not_compiled(kind: _Kind) -> _Kind:

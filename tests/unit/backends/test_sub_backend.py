@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.subgroup import _MADE
+from ferrodist.backends.subgroup import _COUNTS
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -61,5 +61,5 @@ def test_sub_groups_of_sub_groups_leave_nothing_with_the_outermost() -> None:
     group = fd.SimulatedBackend.create_group(1)[0]
     ids = {fd.SubBackend(fd.SubBackend(group, [0]), [0]).group_id for _ in range(100)}
     assert len(ids) == 100
-    assert len(group.attachments[_MADE]) == 1
+    assert len(group.attachments[_COUNTS]) == 1
     group.close()

@@ -5,7 +5,7 @@ from ferrodist.bench.report import CaseReport, Machine, Measurement, PeerReport,
 
 
 def measured(peer, *microseconds):
-    return Measurement.from_batches(peer.value, values=[value * 1e-6 for value in microseconds], calls_per_batch=10)
+    return Measurement.from_batches(peer.value, [value * 1e-6 for value in microseconds], 10)
 
 
 def case(*measurements, operation="allreduce", size_bytes=16384, suite="collectives", num_hosts=1, **more):
@@ -58,7 +58,7 @@ BARRIER = case(measured(Peer.NATIVE, 1), operation="barrier", size_bytes=0, not_
 
 def overlap(peer, value):
     parts = {"alone": [0.005], "computing": [0.004], "together": [0.005 * value]}
-    return Measurement.from_batches(peer.value, values=[value], calls_per_batch=9, parts=parts)
+    return Measurement.from_batches(peer.value, [value], 9, parts)
 
 
 OVERLAP = case(overlap(Peer.NATIVE, 1.5), overlap(Peer.GLOO, 1.2), operation="overlap", suite="overlap")

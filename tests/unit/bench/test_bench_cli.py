@@ -14,11 +14,10 @@ pytest.importorskip("rich", reason="the extra 'bench' is not installed")
 from rich.console import Console
 
 from ferrodist.bench import driver
-from ferrodist.bench.cases import BACKENDS, OURS, DataType, Operation, Peer
+from ferrodist.bench.cases import BACKENDS, DataType, Operation, Peer, Suite, format_ranks, plan_stages
 from ferrodist.bench.cli import bench_options
 from ferrodist.bench.display import RunDisplay
 from ferrodist.bench.report import CaseReport, Measurement
-from ferrodist.bench.suites import Suite, format_ranks, plan_stages
 from ferrodist.cli.main import build_parser, main
 from ferrodist.installation import how_to_install
 
@@ -40,7 +39,7 @@ def filled(report, *, failures=None, peer=Peer.NATIVE):
             num_hosts=1,
             size_bytes=8,
             num_elements=2,
-            measurements=[Measurement.from_batches(peer.value, values=[1e-6], calls_per_batch=1)],
+            measurements=[Measurement.from_batches(peer.value, [1e-6], 1)],
             failures=failures or {},
         )
     )
@@ -120,7 +119,7 @@ def test_each_suite_has_its_own_defaults():
 def test_backend_option_adds_the_native_engine_and_requires_the_backend(backend):
     """The backend is measured beside the native engine, in all suites that support it, and is required."""
     options = parse("--backend", backend, "--full")
-    assert OURS[options.required] == backend
+    assert options.required.backend == backend
     assert {suite for suite in Suite if suite is not Suite.HOSTS} == {suite_plan.suite for suite_plan in options.suites}
     wanted = {options.required, Peer.NATIVE, *((Peer.MPI4PY,) if backend == "mpi" else ())}
     assert all(set(suite_plan.peers) == wanted for suite_plan in options.suites)
@@ -221,7 +220,7 @@ def test_printed_lines_stay_and_only_a_terminal_gets_a_bar():
         with RunDisplay(2, console) as display:
             display.begin_case("allreduce of 8 B", 4)
             display.show_round(2)
-            display.print(["a table [not markup]", "  of two lines"])
+            display.print_lines(["a table [not markup]", "  of two lines"])
     assert files[0].getvalue() == "a table [not markup]\n  of two lines\n"
     text = files[1].getvalue()
     assert all(part in text for part in ("allreduce of 8 B", "case 1 of 2", "a table [not markup]"))

@@ -1,44 +1,41 @@
 """Statistics, ratios, tables and plots of ferrodist bench."""
 
+import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
 
 from report_samples import BARRIER, LOST, OVERLAP, WON, case, machine, measured, report
 
-from ferrodist.bench.cases import Peer
+from ferrodist.bench.cases import LIMITS, OURS, Peer
 from ferrodist.bench.cli import parse_sizes
 from ferrodist.bench.plot import save_plot
 from ferrodist.bench.report import (
     LOSS_MARK,
+    Measurement,
     available_bytes,
     case_lines,
     describe_machine,
     format_bytes,
     format_ratio,
     format_seconds,
-    percentile,
-    read_report,
     summary_lines,
-    write_report,
 )
 
 
-@pytest.mark.parametrize(
-    ("values", "percent", "wanted"),
-    [([3], 99, 3), ([1, 2], 50, 1.5), ([3, 1, 2], 50, 2), ([3, 1, 2], 0, 1), ([1, 2, 3], 100, 3), (range(101), 99, 99)],
-)
-def test_percentiles_are_interpolated_as_in_numpy(values, percent, wanted):
+@pytest.mark.parametrize("values", [[3.0], [1.0, 2.0], [3.0, 1.0, 2.0], [float(value) for value in range(101)]])
+def test_percentiles_are_interpolated_as_in_numpy(values):
     """The order of the values does not matter."""
-    assert percentile(list(values), percent) == pytest.approx(wanted)
+    made = Measurement.from_batches("native", values, 1)
+    assert [made.p10, made.median, made.p99] == pytest.approx(np.percentile(values, [10, 50, 99]))
 
 
 def test_ratios_compare_with_ferrodist_and_with_the_limit():
     """A peer's median over ours, and over the limit's; the limit is not a peer, and a tie is not faster."""
     ours, gloo, open_mpi, limit = LOST.measurements
     assert LOST.ours is ours
-    assert (LOST.ratio_to_ours(gloo), LOST.ratio_to_ours(ours)) == (pytest.approx(10), 1)
-    assert LOST.ratio_to_limit(ours) == pytest.approx(2.5)
+    assert (LOST.ratio(gloo, OURS), LOST.ratio(ours, OURS)) == (pytest.approx(10), 1)
+    assert LOST.ratio(ours, LIMITS) == pytest.approx(2.5)
     assert LOST.faster_peers == [open_mpi]
     assert limit.median < ours.median
     assert case(measured(Peer.NATIVE, 1), measured(Peer.GLOO, 1)).faster_peers == []
@@ -48,8 +45,8 @@ def test_there_is_no_ratio_without_a_reference():
     """Without a measurement to compare with there is no ratio; ours is ferrodist's next backend without native."""
     alone = case(measured(Peer.GLOO, 1))
     assert alone.ours is None
-    assert alone.ratio_to_ours(alone.measurements[0]) is None
-    assert alone.ratio_to_limit(alone.measurements[0]) is None
+    assert alone.ratio(alone.measurements[0], OURS) is None
+    assert alone.ratio(alone.measurements[0], LIMITS) is None
     assert alone.faster_peers == []
     tcp = measured(Peer.TCP, 3)
     assert case(measured(Peer.GLOO, 1), tcp).ours is tcp
@@ -86,21 +83,6 @@ def test_the_summary_hides_nothing():
     assert summary_lines(report(WON))[-1] == "ferrodist was slower than a peer in 0 of 1 cases."
 
 
-def test_a_report_is_read_back(tmp_path):
-    """JSON holds all of it; another file is refused with its name."""
-    path = tmp_path / "report.json"
-    write_report(path, report(LOST, BARRIER))
-    assert read_report(path) == report(LOST, BARRIER)
-    path.write_text('{"cases": 1}')
-    with pytest.raises(ValueError, match=r"report\.json is no report"):
-        read_report(path)
-    other = report()
-    other.format = 99
-    write_report(path, other)
-    with pytest.raises(ValueError, match="format 99"):
-        read_report(path)
-
-
 def test_an_overlap_is_shown_as_a_ratio_with_its_times():
     """The table has the ratio, and the times beside it."""
     lines = case_lines(OVERLAP)
@@ -114,7 +96,7 @@ def test_two_hosts_are_named_and_compared_with_the_link(tmp_path):
     """The title says so, and the link's figures are the limit."""
     hosts = case(measured(Peer.NATIVE, 4), measured(Peer.IPERF3, 2), suite="hosts", num_hosts=2)
     assert case_lines(hosts)[0] == "allreduce, 2 ranks on 2 hosts, float32, 16 KiB"
-    assert hosts.ratio_to_limit(hosts.measurements[0]) == pytest.approx(2)
+    assert hosts.ratio(hosts.measurements[0], LIMITS) == pytest.approx(2)
     assert case(measured(Peer.NATIVE, 4), measured(Peer.IPERF3, 2)).faster_peers == []
     assert save_plot(tmp_path / "plot.png", report(hosts, WON))
 

@@ -11,10 +11,8 @@ from nccl_fakes import FakeNccl, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist
 from ferrodist.bench.adapters import ferrodist as ferrodist_adapter
-from ferrodist.bench.adapters.arrays import NumpyArrays, TorchArrays
-from ferrodist.bench.adapters.base import RankInfo, UnsupportedError
+from ferrodist.bench.adapters.base import MemoryCopyAdapter, NumpyArrays, RankInfo, TorchArrays, UnsupportedError
 from ferrodist.bench.adapters.ferrodist import SymmetricArrays
-from ferrodist.bench.adapters.registry import MemoryCopyAdapter
 from ferrodist.bench.cases import Case, DataType, Operation
 from ferrodist.bench.channel import FileBarrier
 from ferrodist.bench.worker import open_timer
@@ -169,7 +167,7 @@ def test_the_limit_copies(tmp_path):
         call()
     assert workload.check(3) is None
     with pytest.raises(UnsupportedError, match="moves no bytes"):
-        open_timer(adapter, Case(operation=Operation.BARRIER, num_ranks=1), adapter._barrier)
+        open_timer(adapter, Case(operation=Operation.BARRIER, num_ranks=1), FileBarrier(tmp_path / "groups", 0, 1))
     adapter.close()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
 
-from performance_page import METHOD, main, render_page, write_page
+from performance_page import METHOD, main, read_report, render_page, write_page
 from report_samples import BARRIER, LOST, OVERLAP, WON, case, measured, report
 
 from ferrodist.bench.cases import Peer
@@ -28,6 +28,21 @@ def test_the_page(tmp_path):
     assert "- ferrodist was slower than a peer in 1 of 2 cases:\n  - allreduce" in text
     assert "](performance-1.png)" in text
     assert (tmp_path / "performance-1.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_is_read_back(tmp_path):
+    """JSON holds all of it; another file is refused with its name."""
+    path = tmp_path / "report.json"
+    write_report(path, report(LOST, BARRIER))
+    assert read_report(path) == report(LOST, BARRIER)
+    path.write_text('{"cases": 1}')
+    with pytest.raises(ValueError, match=r"report\.json is no report"):
+        read_report(path)
+    other = report()
+    other.format = 99
+    write_report(path, other)
+    with pytest.raises(ValueError, match="format 99"):
+        read_report(path)
 
 
 def test_the_page_has_a_section_for_each_suite():

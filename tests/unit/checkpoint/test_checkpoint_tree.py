@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from ferrodist import DeviceMesh, DTensor, Shard
 from ferrodist.checkpoint import PerRank, ShardMetadata, load_distributed, save_distributed
 from ferrodist.checkpoint.format.manifest import Manifest
-from ferrodist.checkpoint.format.tree import MAX_DEPTH, Encoder, check_tree, referenced_keys
+from ferrodist.checkpoint.format.tree import MAX_DEPTH, check_tree, referenced_keys
 from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.save_plan import merge_trees
-from ferrodist.checkpoint.state import collect_state
+from ferrodist.checkpoint.state import Encoder, PartialSums, collect_state
 from ferrodist.errors import DistCheckpointError
 from ferrodist.testing import run_ranks
 
@@ -62,7 +62,7 @@ states = st.recursive(
 def encode(state, rank=0):
     """The tree of a state and its tensors."""
     encoder = Encoder(rank)
-    return encoder.encode(collect_state(state)), encoder
+    return encoder.encode(collect_state(state, PartialSums())), encoder
 
 
 def decode(tree):

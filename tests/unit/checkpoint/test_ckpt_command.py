@@ -11,7 +11,7 @@ import torch
 from offline_states import flip, make_state, save_sharded, save_whole
 
 from ferrodist.checkpoint import compare, load_distributed, verify
-from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.reader import read_manifest
 from ferrodist.checkpoint.storage import LocalStorage
 from ferrodist.checkpoint.tools.inspect import inspect_checkpoint
 from ferrodist.cli import checkpoint

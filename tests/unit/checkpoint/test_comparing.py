@@ -7,9 +7,8 @@ import pytest
 import torch
 from offline_states import flip, make_state, measure_memory, save_sharded, save_whole
 
-from ferrodist.checkpoint.format.dtypes import _DTYPES
-from ferrodist.checkpoint.reader import CheckpointReader
-from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.format.safetensors import _DTYPES
+from ferrodist.checkpoint.reader import CheckpointReader, read_manifest
 from ferrodist.checkpoint.storage import LocalStorage
 from ferrodist.checkpoint.tools.diff import DifferenceKind, compare
 from ferrodist.checkpoint.tools.reshard import row_blocks

@@ -36,13 +36,12 @@ from ferrodist.checkpoint.convert import (
 )
 from ferrodist.checkpoint.format.manifest import (
     INDEX_NAME,
-    LENGTH_BYTES,
     MANIFEST_NAME,
-    MAX_HEADER_BYTES,
     decode_manifest,
     encode_manifest,
     hash_bytes,
 )
+from ferrodist.checkpoint.format.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
 from ferrodist.errors import DistCheckpointError
 

@@ -13,8 +13,14 @@ import pytest
 import torch
 
 from ferrodist import DeviceMesh, DTensor, Partial, SizeMismatchError
-from ferrodist.checkpoint import AsyncCheckpointer, DistCheckpointError, load_distributed, save_distributed, verify
-from ferrodist.checkpoint import save as commit
+from ferrodist.checkpoint import (
+    AsyncCheckpointer,
+    DistCheckpointError,
+    commit,
+    load_distributed,
+    save_distributed,
+    verify,
+)
 from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME
 from ferrodist.checkpoint.storage import LocalStorage, RemoteStorage, local, local_writer, open_storage
 from ferrodist.checkpoint.storage.local_writer import LocalWriter

@@ -20,7 +20,7 @@ from ferrodist.checkpoint import (
     verify,
 )
 from ferrodist.checkpoint.convert import import_dcp, import_hugging_face, import_torch_file
-from ferrodist.checkpoint.format import dtypes
+from ferrodist.checkpoint.format import safetensors
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import FlatShard, annotate_flat_shard
 from ferrodist.testing import run_ranks
@@ -275,13 +275,13 @@ REFUSED = {
 def test_conversion(tmp_path):
     """To what keeps values but for digits, whole and divided; else an error that names both."""
     bits = torch.tensor([[0, 1, 1], [1, 0, 1], [0, 0, 1]])
-    state = {saved: bits.to(dtypes.dtype_from_name(saved)) for saved, _ in ALLOWED | REFUSED}
+    state = {saved: bits.to(safetensors.dtype_from_name(saved)) for saved, _ in ALLOWED | REFUSED}
     save_distributed(state, tmp_path)
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
         for saved, wanted in sorted(ALLOWED | REFUSED):
-            dtype = dtypes.dtype_from_name(wanted)
+            dtype = safetensors.dtype_from_name(wanted)
             into = {saved: torch.zeros(3, 3, dtype=dtype)}, {saved: Placed(mesh, Shard(1), dtype=dtype)}
             if (saved, wanted) in REFUSED:
                 for each in into:
@@ -298,11 +298,11 @@ def test_conversion(tmp_path):
 
 def test_every_pair_of_dtypes_is_decided(tmp_path):
     """Each conversion is done or refused, by nothing but its dtypes."""
-    state = {name: torch.zeros(2).to(dtype) for name, dtype in dtypes._DTYPES.items() if name != "complex32"}
+    state = {name: torch.zeros(2).to(dtype) for name, dtype in safetensors._DTYPES.items() if name != "complex32"}
     save_distributed(state, tmp_path)
     for name in state:
         for other in state:
-            into = torch.zeros(2).to(dtypes.dtype_from_name(other))
+            into = torch.zeros(2).to(safetensors.dtype_from_name(other))
             try:
                 load_distributed(tmp_path, {name: into})
             except DistCheckpointError as error:

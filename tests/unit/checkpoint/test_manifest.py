@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from ferrodist import DeviceMesh, DTensor, Shard
 from ferrodist.checkpoint import OptimizerState, PerRank, load_distributed, save_distributed
-from ferrodist.checkpoint.format.coverage import covers_once
 from ferrodist.checkpoint.format.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
+    covers_once,
     decode_manifest,
     encode_manifest,
     hash_bytes,

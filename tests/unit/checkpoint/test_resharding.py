@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from ferrodist import DeviceMesh, Shard
 from ferrodist.checkpoint import PerRank, Placed, load_distributed
-from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.reader import read_manifest
 from ferrodist.checkpoint.storage import LocalStorage
 from ferrodist.checkpoint.tools.diff import compare
 from ferrodist.checkpoint.tools.reshard import reshard

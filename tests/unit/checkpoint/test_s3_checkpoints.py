@@ -24,7 +24,7 @@ from ferrodist.checkpoint import (
     verify,
 )
 from ferrodist.checkpoint.storage import remote
-from ferrodist.checkpoint.storage.remote import RemoteWriter
+from ferrodist.checkpoint.storage.remote import RemoteStorage, RemoteWriter
 from ferrodist.errors import DistCheckpointError, PeerLostError, RankFailedError
 from ferrodist.testing import run_ranks
 
@@ -317,6 +317,37 @@ def test_a_rank_that_is_killed_in_an_upload(server, url, folder, victim):
     check_seed(server, url, 3)
 
 
+@pytest.mark.parametrize("method", ["begin", "put"])
+@pytest.mark.parametrize("is_after", [False, True])
+def test_rank_0_is_killed_at_a_request(server, url, folder, method, is_after):
+    """Files stay only from the commit on, when the manifest may still appear; the next save removes them."""
+    save(server, url, 1)
+    before = server.objects(folder)
+    original = getattr(RemoteStorage, method)
+
+    def strike(*args):
+        if is_after:
+            original(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def program(group):
+        if group.rank == 0:
+            setattr(RemoteStorage, method, strike)
+        weight = divide(whole(2, SHAPE), DeviceMesh(group, (group.world_size,)), [Shard(0)])
+        save_distributed({"weight": weight, "seed": 2}, url, storage_options=server.options)
+
+    with pytest.raises(RankFailedError) as caught:
+        run_ranks(program, NUM_RANKS, backend="tcp")
+    is_committed = method == "put" and is_after
+    assert ("What was written of the checkpoint may be left" in str(caught.value)) == (method == "put")
+    if method == "begin":
+        assert server.objects(folder) == before
+    check_seed(server, url, 2 if is_committed else 1)
+    save(server, url, 3)
+    assert len(server.objects(folder)) == len(before)
+    check_seed(server, url, 3)
+
+
 def kill_after(num_bytes):
     """Have this process end when it has written so much."""
     write, sent = RemoteWriter.write, []
@@ -356,20 +387,20 @@ import torch
 from ferrodist.checkpoint import AsyncCheckpointer
 from ferrodist.checkpoint.save import Save
 
-run = Save.run
+write_and_commit = Save.write_and_commit
 
 
-def run_late(save, *args):
+def write_late(save, *args):
     time.sleep(1.0)
-    if save.url.endswith("3"):
+    if save.storage.url.endswith("3"):
         raise ZeroDivisionError
-    run(save, *args)
+    write_and_commit(save, *args)
 
 
 checkpointer = AsyncCheckpointer(sys.argv[1], keep_last=1, max_file_bytes=100, storage_options=eval(sys.argv[2]))
 state = {str(number): torch.ones(30) for number in range(20)}
 checkpointer.save_async(state, 1).wait()
-Save.run = run_late
+Save.write_and_commit = write_late
 checkpointer.save_async(state, 2)
 checkpointer.save_async(state, 3)
 """

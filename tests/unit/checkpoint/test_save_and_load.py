@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from ferrodist import DeviceMesh, DTensor, Partial, Replicate, Shard
 from ferrodist.checkpoint import AsyncCheckpointer, Placed, load_distributed, save_distributed
-from ferrodist.checkpoint.format import dtypes
-from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.format import safetensors
+from ferrodist.checkpoint.reader import read_manifest
 from ferrodist.checkpoint.storage.local import LocalStorage
 from ferrodist.checkpoint.writer import BLOCK_BYTES
 from ferrodist.errors import DistCheckpointError, DistributedTimeoutError
@@ -120,7 +120,7 @@ def test_flat_shards_of_fsdp(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("dtype", dtypes._DTYPES.values(), ids=dtypes._DTYPES)
+@pytest.mark.parametrize("dtype", safetensors._DTYPES.values(), ids=safetensors._DTYPES)
 def test_each_dtype(tmp_path, dtype):
     """All bits of all dtypes, plain and divided, also those that safetensors files have no name for."""
     whole = random_bits((5, 4), dtype, 1)
@@ -229,6 +229,27 @@ def test_partial_tensors_are_reduced(tmp_path):
             load_distributed(tmp_path, {"x": Placed(mesh, Partial())})
 
     run_ranks(program, 3)
+
+
+def test_replicas_of_partial_sums_are_compared(tmp_path):
+    """Addend by addend: ranks with the same one must agree, ranks with different ones are the reason for the sum."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 2))
+        column = float(group.rank // 2)
+        partial = DTensor.from_local(torch.full((2,), column + 1), mesh, [Partial(), Replicate()])
+        save_distributed({"x": partial}, tmp_path)
+        assert torch.equal(partial.to_local(), torch.full((2,), column + 1))
+        assert torch.equal(load_distributed(tmp_path)["x"], torch.full((2,), 3.0))
+        diverged = DTensor.from_local(torch.full((2,), max(group.rank, 1) + 1.0), mesh, [Partial(), Replicate()])
+        with pytest.raises(DistCheckpointError, match="'x' should be the same on ranks 2 and 3"):
+            save_distributed({"x": diverged}, tmp_path)
+        with AsyncCheckpointer(tmp_path) as saves:
+            future = saves.save_async({"x": partial}, 1)
+            partial.to_local().zero_()
+        assert torch.equal(load_distributed(future.path)["x"], torch.full((2,), 3.0))
+
+    run_ranks(program, 4)
 
 
 def test_replicated_tensors_are_written_once(tmp_path):

@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 
 from ferrodist.checkpoint import load_distributed, save_distributed, verify
-from ferrodist.checkpoint.retention import remove_uncommitted, stale_files
+from ferrodist.checkpoint.commit import remove_uncommitted, stale_files
 from ferrodist.checkpoint.storage import LocalStorage, RemoteStorage, local_writer, open_storage, remote
 from ferrodist.checkpoint.storage.base import describe_process
 from ferrodist.checkpoint.storage.local_writer import LocalWriter

@@ -15,7 +15,7 @@ from ferrodist.cli.main import build_parser, main
 from ferrodist.launch import launcher
 from ferrodist.launch import spec as limits
 from ferrodist.launch.launcher import spec_from_arguments
-from ferrodist.launch.spec import LaunchSpec, ProgramKind, RankLimit
+from ferrodist.launch.spec import LaunchSpec, ProgramKind
 
 SOURCE = Path(ferrodist.launch.__file__).parents[2]
 
@@ -172,7 +172,7 @@ def test_endpoint_is_address_and_port():
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments, message, capsys, monkeypatch):
     """Wrong usage says in one line what to do, and starts nothing."""
     monkeypatch.delenv("FERRODIST_SECRET", raising=False)
-    monkeypatch.setattr(limits, "rank_limit", lambda: RankLimit(num_ranks=47, reason="open files"))
+    monkeypatch.setattr(limits, "rank_limit", lambda: (47, "open files"))
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2

@@ -20,7 +20,6 @@ from ferrodist.testing.conformance.collectives.oracle import (
     defined_reductions,
     elements,
     rank_factor,
-    split_along,
 )
 
 _DTYPES = st.sampled_from(DTYPES)
@@ -51,7 +50,7 @@ def test_reductions_agree_with_the_oracle(data, dtype, shape, world_size, backen
             check_fold(group, reduced, op, flat, "reduce")
         if dim is not None:
             sizes = fd.compute_shard_sizes(shape[dim], world_size)
-            parts = [split_along(tensor.view(shape), sizes, dim)[group.rank].reshape(-1) for tensor in flat]
+            parts = [tensor.view(shape).split(sizes, dim)[group.rank].reshape(-1) for tensor in flat]
             check_fold(group, fd.reduce_scatter(mine, mine_op, dim=dim), op, parts, "reduce_scatter")
 
     run_ranks(on_rank, world_size, backend=backend)
@@ -92,7 +91,7 @@ def test_movement_keeps_bits(data, dtype, world_size, backend) -> None:
             for r in ranks
         ]
         received = fd.all_to_all_single_uneven(sent[rank], counts[rank], [counts[r][rank] for r in ranks])
-        expected = torch.cat([split_along(sent[r], counts[r])[rank] for r in ranks])
+        expected = torch.cat([sent[r].split(counts[r])[rank] for r in ranks])
         check_bits(received, expected, "all_to_all_single_uneven")
 
     run_ranks(on_rank, world_size, backend=backend)

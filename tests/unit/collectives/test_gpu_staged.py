@@ -29,6 +29,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
 from ferrodist.testing.conformance.collectives import calling, data_movement, reductions
 from ferrodist.testing.conformance.collectives.oracle import check_bits, elements
+from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,7 +154,9 @@ def test_every_dtype_and_reduction(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [*reductions.CHECKS, *data_movement.CHECKS, *calling.CHECKS], ids=lambda check: check.__name__
+    "check",
+    [check for module in (reductions, data_movement, calling) for check in public_functions(module)],
+    ids=lambda check: check.__name__,
 )
 def test_conformance(check: Callable[[Backend], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of collectives pass through the staged ones, in segments that cut everything to pieces."""
@@ -433,16 +436,16 @@ def test_stream_handoff(schedule: str) -> None:
     streams = FakeStreams(schedule)
     tensor, seen = torch.zeros(3), torch.zeros(3)
     streams.put(streams.current(), lambda: tensor.fill_(2), "fill")
-    handover = StreamHandoff(streams)
+    handoff = StreamHandoff(streams)
 
     def work() -> None:
-        with handover.running():
+        with handoff.running():
             streams.put(streams.current(), lambda: tensor.mul_(5), "work")
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    handover.take()
+    handoff.wait_on_stream()
     streams.put(streams.current(), lambda: seen.copy_(tensor), "read")
     streams.run_until(streams.record(streams.current()))
     assert seen.tolist() == [10, 10, 10]
@@ -458,14 +461,14 @@ def test_submitted_collectives_run_in_order(backend: str) -> None:
 
         def prepare(tensor: torch.Tensor) -> PreparedCall[torch.Tensor]:
             def run(sequence: int) -> None:
-                with handover.running():
+                with handoff.running():
                     gpu.staged.run(_sum_in_place(tensor), sequence)
 
             def finish() -> torch.Tensor:
-                handover.take()
+                handoff.wait_on_stream()
                 return tensor
 
-            handover = StreamHandoff(gpu.streams)
+            handoff = StreamHandoff(gpu.streams)
             op = CollectiveOp(kind=CollectiveKind.BARRIER, timeout=30.0)  # without tensors, for which run stands in
             return PreparedCall(op=op, group=group, engine=gpu.staged, run=run, finish=finish)
 

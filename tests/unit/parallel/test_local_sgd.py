@@ -71,12 +71,12 @@ def test_diloco_takes_outer_steps():
 
     def agree(sets):
         with torch.no_grad():
-            for place, parameters in enumerate(zip(*sets, strict=True)):
-                gradient = outer[place] - (parameters[0] + parameters[1]) / 2
-                velocity[place] = gradient.clone() if velocity[place] is None else 0.9 * velocity[place] + gradient
-                outer[place] -= 0.7 * (gradient + 0.9 * velocity[place])
+            for index, parameters in enumerate(zip(*sets, strict=True)):
+                gradient = outer[index] - (parameters[0] + parameters[1]) / 2
+                velocity[index] = gradient.clone() if velocity[index] is None else 0.9 * velocity[index] + gradient
+                outer[index] -= 0.7 * (gradient + 0.9 * velocity[index])
                 for parameter in parameters:
-                    parameter.copy_(outer[place])
+                    parameter.copy_(outer[index])
 
     expected = simulate(start, 6, 2, agree)
 

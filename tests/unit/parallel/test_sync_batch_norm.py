@@ -75,8 +75,8 @@ def compare(
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, **tolerance)
         assert len(gradients) == len(list(plain.parameters()))
-    for place, parameter in enumerate(plain.parameters()):
-        total = sum(rank[3][place] for rank in ranks)
+    for index, parameter in enumerate(plain.parameters()):
+        total = sum(rank[3][index] for rank in ranks)
         torch.testing.assert_close(total, parameter.grad, **tolerance)
 
 

@@ -86,7 +86,6 @@ def test_no_repr_shows_a_secret():
         "Attempt",
         "JoinRequest",
         "Membership",
-        "_InitOptions",
         "_JobInfo",
         "LaunchSpec",
     }

@@ -5,11 +5,10 @@ from collections import deque
 import torch
 
 from ferrodist.collectives.serialization import PackedValue
-from ferrodist.rpc.connection import RemotePeer
 from ferrodist.rpc.framing import FRAME_BYTES, Form, pack_frame
 from ferrodist.rpc.large_messages import TensorPool
 from ferrodist.rpc.messages import MessageKind
-from ferrodist.rpc.peer import PeerOptions
+from ferrodist.rpc.peer import PeerOptions, RemotePeer
 
 LARGE = b"x" * FRAME_BYTES
 LIMIT = 1 << 22

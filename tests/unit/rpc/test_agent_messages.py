@@ -8,7 +8,7 @@ import torch
 from ferrodist.errors import DistributedError, RpcError
 from ferrodist.rpc import RpcAgent, SimulatedRpcBackend
 from ferrodist.rpc.messages import Call, MessageKind, pack_call
-from ferrodist.rpc.remote_objects import CREATE
+from ferrodist.rpc.rref_manager import CREATE
 from ferrodist.testing import check_leaks, run_ranks
 
 PATIENCE = 60.0

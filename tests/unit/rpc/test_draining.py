@@ -24,14 +24,14 @@ class Ranks:
         rank: The rank.
         world_size: The number of ranks.
         answer: Called with a rank and a call that goes there; an exception is the call's error.
-        serving: The number of calls that are served, each time it is asked for.
+        num_serving: The number of calls that are served, each time it is asked for.
     """
 
-    def __init__(self, rank, world_size, answer=lambda to, call: [0, 0, 0], serving=()):
+    def __init__(self, rank, world_size, answer=lambda to, call: [0, 0, 0], num_serving=()):
         self.answer = answer
         self.calls = []
         self.pending = SimpleNamespace(num_made=0, num_ended=0)
-        self.serving = list(serving)
+        self.num_serving = list(num_serving)
         self.handlers = {}
         self.shutdown = GracefulShutdown(rank, world_size, self, self)
 
@@ -54,9 +54,9 @@ class Ranks:
         """See `RpcServer`."""
 
     @property
-    def num_serving(self):
+    def serving(self):
         """See `RpcServer`."""
-        return self.serving.pop(0) if self.serving else 0
+        return range(self.num_serving.pop(0) if self.num_serving else 0)
 
     def serve(self, peer, call):
         """Serve a call of another rank."""
@@ -139,9 +139,9 @@ def test_the_error_names_busy_ranks(look, text, ranks):
 
 def test_the_coordinator_waits_for_its_own_calls():
     """Calls that rank 0 serves count, too."""
-    hub = Ranks(0, 1, serving=[2, 1])
+    hub = Ranks(0, 1, num_serving=[2, 1])
     hub.shutdown.drain(Deadline(_PATIENCE))
-    assert hub.serving == []
+    assert hub.num_serving == []
 
 
 def test_a_lost_rank_is_not_waited_for():
@@ -318,7 +318,8 @@ def test_functions_of_a_lost_rank_are_waited_for(how):
         while 1 not in hub._shutdown._ready:
             assert not patience.expired
             threading.Event().wait(0.001)
-        assert [agent._shutdown._status().is_quiet for agent in (hub, server)] == [True, False]
+        statuses = [agent._shutdown._status() for agent in (hub, server)]
+        assert [made == ended and not served for made, ended, served in statuses] == [True, False]
         with pytest.raises(DistributedTimeoutError, match=r"rank 1 (serves 1 call|does not say what it is at)"):
             hub.drain(0.2)
         release.set()

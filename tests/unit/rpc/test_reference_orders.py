@@ -13,11 +13,11 @@ import pytest
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, PeerLostError, RpcError
-from ferrodist.rpc import remote_objects
+from ferrodist.rpc import rref_manager
 from ferrodist.rpc.future import Future
 from ferrodist.rpc.messages import MET, Call, Failure, FailureKind, pack_call, unpack_call
 from ferrodist.rpc.refcount_protocol import CONFIRM, LOST, REGISTER, RELEASE, SETTLE, UNREGISTER
-from ferrodist.rpc.remote_objects import CREATE, RRefManager
+from ferrodist.rpc.rref_manager import CREATE, RRefManager
 
 NUM_RANKS = 3
 
@@ -195,14 +195,14 @@ class Process:
             except (RpcError, ValueError) as error:
                 answer(Failure(FailureKind.UNKNOWN, "", str(error), ""))
 
-    def decode(self, place):
-        peer, content, answer, is_withdrawn = self.undecoded.pop(place)
+    def decode(self, index):
+        peer, content, answer, is_lost = self.undecoded.pop(index)
         try:
             call = unpack_call(content, peer, self.objects.extensions[peer])
         except PeerLostError:
             self.world.seen["a reference that was refused"] += 1
         else:
-            self.references += [] if is_withdrawn else call.arguments[0]
+            self.references += [] if is_lost else call.arguments[0]
         answer(None)
 
 
@@ -372,8 +372,8 @@ class World:
             table = process.table
             assert not table._owned, [(each.id, each.counts) for each in table._owned.values()]
             assert not table._used
-            assert not table._forks._by_key
-            assert not table._forks._totals
+            assert not table._forks.by_key
+            assert not table._forks.totals
             assert not process.waiting
 
     def come_to_rest(self):
@@ -390,7 +390,7 @@ class World:
 @pytest.mark.parametrize("breaks", [False, True])
 def test_nothing_is_freed_too_early_and_nothing_is_left(monkeypatch, breaks):
     """Three ranks pass references on, die, are started again, and lose each other."""
-    monkeypatch.setattr(remote_objects, "SerialExecutor", SerialExecutor)
+    monkeypatch.setattr(rref_manager, "SerialExecutor", SerialExecutor)
     seen = Counter()
     for seed in range(250):
         world = World(seed, breaks=breaks)

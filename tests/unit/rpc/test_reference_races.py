@@ -41,19 +41,19 @@ class Counter:
         return self.count
 
 
-class Place(RpcBackend):
+class ManualTransport(RpcBackend):
     """A rank whose connections a test makes."""
 
     def open(self, peers):
         self.peers = peers
 
 
-class Town:
+class Cluster:
     """Three ranks' agents, which a test connects."""
 
     def __init__(self):
         self.agents = {}
-        self.places = {}
+        self.transports = {}
         self.incarnations = dict.fromkeys(range(3), 0)
         self.pairs = {}
         self.taken = []  # what rank 2 has got
@@ -64,9 +64,9 @@ class Town:
     def start(self, rank, *peers):
         """Start a process of a rank, and connect it with others."""
         self.incarnations[rank] += 1
-        place = self.places[rank] = Place(rank, 3, PATIENCE)
+        transport = self.transports[rank] = ManualTransport(rank, 3, PATIENCE)
         functions = {"Counter": Counter, "Holder": list, "take": self.taken.append, "wait": self.busy.wait}
-        self.agents[rank] = RpcAgent(place, functions, num_workers=1)
+        self.agents[rank] = RpcAgent(transport, functions, num_workers=1)
         for peer in peers:
             self.connect(rank, peer)
 
@@ -82,7 +82,7 @@ class Town:
             self.num_attempts += 1
             self.pairs[key] = dict(zip(sorted(key), SimulatedBackend.create_group(2), strict=True))
         pair = self.pairs[key].pop(rank)
-        self.places[rank].peers.joined(peer, pair, (self.incarnations[peer], self.num_attempts))
+        self.transports[rank].peers.joined(peer, pair, (self.incarnations[peer], self.num_attempts))
 
     def cut(self, one, other):
         """End a connection whose ends live on, and see that both know."""
@@ -102,8 +102,8 @@ class Town:
         agent.close()
 
     def hold(self, rank, peer, name):
-        """Delay the messages of a rank to another one which have a name in them; see `Held`."""
-        return Held(self.agents[rank]._peers._peers[peer], name)
+        """Delay the messages of a rank to another one which have a name in them; see `DelayedMessages`."""
+        return DelayedMessages(self.agents[rank]._peers._peers[peer], name)
 
     def rest(self, *ranks):
         """Return when ranks have given back all references that are gone."""
@@ -123,10 +123,10 @@ class Town:
     def kept(self):
         """The number of objects that rank 0 owns, and of references under way to them."""
         table = self.agents[OWNER]._rrefs.refcounts.table
-        return len(table._owned), sum(table._forks._totals.values())
+        return len(table._owned), sum(table._forks.totals.values())
 
 
-class Held:
+class DelayedMessages:
     """Delayed messages, in their order; those after `let_go` are sent at once."""
 
     def __init__(self, peer, name):
@@ -153,9 +153,9 @@ class Held:
 
 
 @pytest.fixture
-def town():
+def cluster():
     """Three connected ranks, which own nothing in the end."""
-    made = Town()
+    made = Cluster()
     with check_leaks():
         for rank in range(3):
             made.start(rank, *range(rank))
@@ -167,323 +167,323 @@ def town():
             agent.close()
 
 
-def test_the_sender_dies_before_it_has_sent(town):
+def test_the_sender_dies_before_it_has_sent(cluster):
     """The receiver confirms that nothing arrived, and the registration ends."""
-    held = town.hold(SENDER, RECEIVER, "take")
-    town.agents[SENDER].rpc_async(RECEIVER, "take", town.object())
+    held = cluster.hold(SENDER, RECEIVER, "take")
+    cluster.agents[SENDER].rpc_async(RECEIVER, "take", cluster.object())
     held.wait()
-    assert town.kept() == (1, 1)
-    town.kill(SENDER)
-    until(lambda: town.kept() == (0, 0))
-    assert len(town.agents[RECEIVER]._rrefs.refcounts.table._refused) == 1
-    town.start(SENDER, RECEIVER, OWNER)
-    assert not town.agents[RECEIVER]._rrefs.refcounts.table._refused  # nothing comes of what is gone
-    town.agents[SENDER].rpc_sync(RECEIVER, "take", town.object())
-    assert town.taken[0].rpc_sync().add() == 2
+    assert cluster.kept() == (1, 1)
+    cluster.kill(SENDER)
+    until(lambda: cluster.kept() == (0, 0))
+    assert len(cluster.agents[RECEIVER]._rrefs.refcounts.table._refused) == 1
+    cluster.start(SENDER, RECEIVER, OWNER)
+    assert not cluster.agents[RECEIVER]._rrefs.refcounts.table._refused  # nothing comes of what is gone
+    cluster.agents[SENDER].rpc_sync(RECEIVER, "take", cluster.object())
+    assert cluster.taken[0].rpc_sync().add() == 2
 
 
-def test_the_sender_dies_before_its_message_is_confirmed(town):
+def test_the_sender_dies_before_its_message_is_confirmed(cluster):
     """The receiver has the reference, and the object lives, whenever the confirmation arrives."""
-    held = town.hold(RECEIVER, OWNER, CONFIRM)
-    town.agents[SENDER].rpc_sync(RECEIVER, "take", town.object())
+    held = cluster.hold(RECEIVER, OWNER, CONFIRM)
+    cluster.agents[SENDER].rpc_sync(RECEIVER, "take", cluster.object())
     held.wait()
-    town.kill(SENDER)
+    cluster.kill(SENDER)
     held.wait(2)  # the answer to what the owner has asked
-    assert town.kept() == (1, 1)
+    assert cluster.kept() == (1, 1)
     held.let_go()
-    until(lambda: town.kept() == (1, 0))
-    assert town.taken[0].rpc_sync().add() == 2
+    until(lambda: cluster.kept() == (1, 0))
+    assert cluster.taken[0].rpc_sync().add() == 2
 
 
-def test_a_message_that_arrives_after_it_was_settled(town):
+def test_a_message_that_arrives_after_it_was_settled(cluster):
     """It is refused: its sender gets an error, and other references in it are given back."""
-    own, its = town.agents[SENDER].reference(1), town.agents[SENDER].remote(RECEIVER, "Counter")
+    own, its = cluster.agents[SENDER].reference(1), cluster.agents[SENDER].remote(RECEIVER, "Counter")
     its.rpc_sync().add()
-    town.busy.clear()
-    waiting = town.agents[SENDER].rpc_async(RECEIVER, "wait", PATIENCE)
-    call = town.agents[SENDER].rpc_async(RECEIVER, "take", [town.object(), own, its])
-    until(lambda: town.kept() == (1, 1))
-    until(lambda: len(town.agents[RECEIVER]._executor._queue) == 1 or call.done())
-    town.cut(OWNER, SENDER)
-    until(lambda: town.kept() == (0, 0))
-    town.busy.set()
+    cluster.busy.clear()
+    waiting = cluster.agents[SENDER].rpc_async(RECEIVER, "wait", PATIENCE)
+    call = cluster.agents[SENDER].rpc_async(RECEIVER, "take", [cluster.object(), own, its])
+    until(lambda: cluster.kept() == (1, 1))
+    until(lambda: len(cluster.agents[RECEIVER]._executor._queue) == 1 or call.done())
+    cluster.cut(OWNER, SENDER)
+    until(lambda: cluster.kept() == (0, 0))
+    cluster.busy.set()
     waiting.result()
     with pytest.raises(RpcError, match="rank 0 has lost rank 1, which had sent a reference to an object there"):
         call.result()
-    assert town.taken == []
-    until(lambda: town.agents[SENDER].num_references().for_others == 0)
-    town.connect(OWNER, SENDER)
-    town.agents[SENDER].rpc_sync(RECEIVER, "take", town.object())  # what comes now has another ticket
-    assert town.taken[0].rpc_sync().add() == 2
+    assert cluster.taken == []
+    until(lambda: cluster.agents[SENDER].num_references().for_others == 0)
+    cluster.connect(OWNER, SENDER)
+    cluster.agents[SENDER].rpc_sync(RECEIVER, "take", cluster.object())  # what comes now has another fork id
+    assert cluster.taken[0].rpc_sync().add() == 2
 
 
-def test_an_object_made_of_settled_references(town):
+def test_an_object_made_of_settled_references(cluster):
     """It is not made; its creator gets an error."""
-    counter = town.object()
-    held = town.hold(SENDER, RECEIVER, "Holder")
-    holder = town.agents[SENDER].remote(RECEIVER, "Holder", counter)
+    counter = cluster.object()
+    held = cluster.hold(SENDER, RECEIVER, "Holder")
+    holder = cluster.agents[SENDER].remote(RECEIVER, "Holder", counter)
     held.wait()
-    town.cut(OWNER, SENDER)
-    until(lambda: town.kept() == (0, 0))
+    cluster.cut(OWNER, SENDER)
+    until(lambda: cluster.kept() == (0, 0))
     held.let_go()
     assert "rank 0 has lost rank 1" in str(holder._record.creation.exception())
     with pytest.raises(RpcError, match="the object was freed"):
         holder.to_here()
 
 
-def test_a_result_that_arrives_after_it_was_settled(town):
+def test_a_result_that_arrives_after_it_was_settled(cluster):
     """The caller's error says that the rank which sent it was lost."""
-    town.agents[SENDER].register("give", functools.partial(town.object))
-    held = town.hold(SENDER, RECEIVER, "rref")
-    call = town.agents[RECEIVER].rpc_async(SENDER, "give")
+    cluster.agents[SENDER].register("give", functools.partial(cluster.object))
+    held = cluster.hold(SENDER, RECEIVER, "rref")
+    call = cluster.agents[RECEIVER].rpc_async(SENDER, "give")
     held.wait()
-    town.cut(OWNER, SENDER)
-    until(lambda: town.kept() == (0, 0))
+    cluster.cut(OWNER, SENDER)
+    until(lambda: cluster.kept() == (0, 0))
     held.let_go()
     with pytest.raises(PeerLostError, match="rank 0 has lost rank 1"):
         call.result()
 
 
-def test_the_receiver_restarts_before_references_are_registered(town):
+def test_the_receiver_restarts_before_references_are_registered(cluster):
     """The sender does not know yet: its registration is for a dead process, and is refused."""
-    counter = town.object()
-    held = town.hold(SENDER, OWNER, REGISTER)
-    call = town.agents[SENDER].rpc_async(RECEIVER, "take", counter)
+    counter = cluster.object()
+    held = cluster.hold(SENDER, OWNER, REGISTER)
+    call = cluster.agents[SENDER].rpc_async(RECEIVER, "take", counter)
     held.wait()
-    town.agents[OWNER]._peers._peers[RECEIVER].group.abort("it dies, as one knows")
-    until(lambda: RECEIVER not in town.agents[OWNER]._peers._peers)
-    old = town.agents[RECEIVER]
-    town.start(RECEIVER, OWNER)
+    cluster.agents[OWNER]._peers._peers[RECEIVER].group.abort("it dies, as one knows")
+    until(lambda: RECEIVER not in cluster.agents[OWNER]._peers._peers)
+    old = cluster.agents[RECEIVER]
+    cluster.start(RECEIVER, OWNER)
     held.let_go()
     with pytest.raises(
         PeerLostError, match="can't be sent references to objects of rank 0, which has lost it"
     ) as error:
         call.result()
     assert error.value.ranks == (RECEIVER,)
-    assert town.kept() == (1, 0)
-    town.connect(SENDER, RECEIVER)
+    assert cluster.kept() == (1, 0)
+    cluster.connect(SENDER, RECEIVER)
     old.close()
-    town.agents[SENDER].rpc_sync(RECEIVER, "take", counter)
-    assert town.taken[0].rpc_sync().add() == 2
+    cluster.agents[SENDER].rpc_sync(RECEIVER, "take", counter)
+    assert cluster.taken[0].rpc_sync().add() == 2
 
 
-def test_the_receiver_restarts_before_it_confirms(town):
+def test_the_receiver_restarts_before_it_confirms(cluster):
     """The next process has no counts of the one before, and gives none back."""
-    counter = town.object()
-    held = town.hold(RECEIVER, OWNER, CONFIRM)
-    town.agents[SENDER].rpc_sync(RECEIVER, "take", counter)
+    counter = cluster.object()
+    held = cluster.hold(RECEIVER, OWNER, CONFIRM)
+    cluster.agents[SENDER].rpc_sync(RECEIVER, "take", counter)
     held.wait()
-    assert town.kept() == (1, 1)
-    town.kill(RECEIVER)
-    town.taken.clear()
-    assert town.kept() == (1, 0)
-    town.start(RECEIVER, OWNER, SENDER)
-    town.agents[SENDER].rpc_sync(RECEIVER, "take", counter)
+    assert cluster.kept() == (1, 1)
+    cluster.kill(RECEIVER)
+    cluster.taken.clear()
+    assert cluster.kept() == (1, 0)
+    cluster.start(RECEIVER, OWNER, SENDER)
+    cluster.agents[SENDER].rpc_sync(RECEIVER, "take", counter)
     del counter
-    town.rest(SENDER)
-    assert town.taken.pop().rpc_sync().add() == 2
+    cluster.rest(SENDER)
+    assert cluster.taken.pop().rpc_sync().add() == 2
 
 
 @pytest.mark.parametrize("is_met", [False, True])
-def test_a_receiver_that_the_owner_has_not_met(town, is_met):
+def test_a_receiver_that_the_owner_has_not_met(cluster, is_met):
     """The message waits until both know of their connection, or until they can't any more."""
-    counter = town.object()
-    town.kill(RECEIVER)
-    town.start(RECEIVER, SENDER)
-    call = town.agents[SENDER].rpc_async(RECEIVER, "take", counter)
-    until(lambda: town.kept() == (1, 1))
-    town.introduce(OWNER, RECEIVER)
+    counter = cluster.object()
+    cluster.kill(RECEIVER)
+    cluster.start(RECEIVER, SENDER)
+    call = cluster.agents[SENDER].rpc_async(RECEIVER, "take", counter)
+    until(lambda: cluster.kept() == (1, 1))
+    cluster.introduce(OWNER, RECEIVER)
     assert not call.done()
     if is_met:
-        town.introduce(RECEIVER, OWNER)
+        cluster.introduce(RECEIVER, OWNER)
         call.result()
-        assert town.taken[0].rpc_sync().add() == 2
+        assert cluster.taken[0].rpc_sync().add() == 2
     else:
-        town.agents[OWNER]._peers._peers[RECEIVER].group.abort("it dies")
+        cluster.agents[OWNER]._peers._peers[RECEIVER].group.abort("it dies")
         with pytest.raises(PeerLostError, match="can't be sent references"):
             call.result()
-        town.pairs.clear()
+        cluster.pairs.clear()
 
 
-def test_a_receiver_that_the_owner_never_meets(town):
+def test_a_receiver_that_the_owner_never_meets(cluster):
     """The next process of its rank joins: the sender, which does not know of it yet, waits no more."""
-    town.kill(RECEIVER)
-    town.start(RECEIVER, SENDER)
-    old = town.agents[RECEIVER]
-    call = town.agents[SENDER].rpc_async(RECEIVER, "take", town.object())
-    until(lambda: town.kept() == (1, 1))
-    town.start(RECEIVER, OWNER)
+    cluster.kill(RECEIVER)
+    cluster.start(RECEIVER, SENDER)
+    old = cluster.agents[RECEIVER]
+    call = cluster.agents[SENDER].rpc_async(RECEIVER, "take", cluster.object())
+    until(lambda: cluster.kept() == (1, 1))
+    cluster.start(RECEIVER, OWNER)
     with pytest.raises(PeerLostError, match="or knows that it was started again"):
         call.result()
     old.close()
 
 
-def test_a_sender_that_gives_up_before_the_owner_has_met_the_receiver(town):
+def test_a_sender_that_gives_up_before_the_owner_has_met_the_receiver(cluster):
     """Its registration is dropped."""
-    counter = town.object()
-    town.kill(RECEIVER)
-    town.start(RECEIVER, SENDER)
-    call = town.agents[SENDER].rpc_async(RECEIVER, "take", counter, timeout=0.05)
+    counter = cluster.object()
+    cluster.kill(RECEIVER)
+    cluster.start(RECEIVER, SENDER)
+    call = cluster.agents[SENDER].rpc_async(RECEIVER, "take", counter, timeout=0.05)
     assert "rank" in str(call.exception())
-    until(lambda: town.kept() == (1, 0))
+    until(lambda: cluster.kept() == (1, 0))
 
 
-def test_sender_and_receiver_lose_each_other(town):
+def test_sender_and_receiver_lose_each_other(cluster):
     """The message is lost between them, though both live: the owner learns of it, and asks the receiver."""
-    counter = town.object()
-    message = town.hold(SENDER, RECEIVER, "take")
-    call = town.agents[SENDER].rpc_async(RECEIVER, "take", counter)
+    counter = cluster.object()
+    message = cluster.hold(SENDER, RECEIVER, "take")
+    call = cluster.agents[SENDER].rpc_async(RECEIVER, "take", counter)
     message.wait()
-    lost = town.hold(SENDER, OWNER, LOST)
-    town.cut(SENDER, RECEIVER)
+    lost = cluster.hold(SENDER, OWNER, LOST)
+    cluster.cut(SENDER, RECEIVER)
     with pytest.raises(PeerLostError):
         call.result()
     lost.wait()
-    town.connect(SENDER, RECEIVER)
-    message = town.hold(SENDER, RECEIVER, "take")
-    call = town.agents[SENDER].rpc_async(RECEIVER, "take", counter)  # is not what was lost
+    cluster.connect(SENDER, RECEIVER)
+    message = cluster.hold(SENDER, RECEIVER, "take")
+    call = cluster.agents[SENDER].rpc_async(RECEIVER, "take", counter)  # is not what was lost
     message.wait()
-    assert town.kept() == (1, 2)
+    assert cluster.kept() == (1, 2)
     lost.let_go()
-    until(lambda: town.kept() == (1, 1))
+    until(lambda: cluster.kept() == (1, 1))
     message.let_go()
     call.result()
-    until(lambda: town.kept() == (1, 0))
+    until(lambda: cluster.kept() == (1, 0))
     del counter
-    town.rest(SENDER)
-    assert town.taken[0].rpc_sync().add() == 2
+    cluster.rest(SENDER)
+    assert cluster.taken[0].rpc_sync().add() == 2
 
 
-def test_a_receiver_that_the_owner_has_lost(town):
+def test_a_receiver_that_the_owner_has_lost(cluster):
     """It is sent no reference that it could not use, though the sender is still connected with it."""
-    town.cut(OWNER, RECEIVER)
+    cluster.cut(OWNER, RECEIVER)
     with pytest.raises(PeerLostError, match="can't be sent references to objects of rank 0, which has lost it"):
-        town.agents[SENDER].rpc_sync(RECEIVER, "take", town.object())
-    assert town.taken == []
+        cluster.agents[SENDER].rpc_sync(RECEIVER, "take", cluster.object())
+    assert cluster.taken == []
 
 
-def test_counts_of_a_broken_connection_are_not_given_back_by_the_next(town):
+def test_counts_of_a_broken_connection_are_not_given_back_by_the_next(cluster):
     """A reference on its way is counted, when the receiver drops those of both connections."""
-    value = town.agents[OWNER].reference(Counter())
-    town.agents[OWNER].rpc_sync(RECEIVER, "take", value)
-    town.cut(OWNER, RECEIVER)
-    town.connect(OWNER, RECEIVER)
-    town.agents[OWNER].rpc_sync(RECEIVER, "take", value)
-    assert town.taken[0] is town.taken[1]
-    held = town.hold(OWNER, RECEIVER, "take")
-    call = town.agents[OWNER].rpc_async(RECEIVER, "take", value)
+    value = cluster.agents[OWNER].reference(Counter())
+    cluster.agents[OWNER].rpc_sync(RECEIVER, "take", value)
+    cluster.cut(OWNER, RECEIVER)
+    cluster.connect(OWNER, RECEIVER)
+    cluster.agents[OWNER].rpc_sync(RECEIVER, "take", value)
+    assert cluster.taken[0] is cluster.taken[1]
+    held = cluster.hold(OWNER, RECEIVER, "take")
+    call = cluster.agents[OWNER].rpc_async(RECEIVER, "take", value)
     held.wait()
-    released = town.hold(RECEIVER, OWNER, RELEASE)
-    town.taken.clear()
+    released = cluster.hold(RECEIVER, OWNER, RELEASE)
+    cluster.taken.clear()
     released.wait()
     released.let_go()
-    kept = town.agents[OWNER]._rrefs.refcounts.table._owned
+    kept = cluster.agents[OWNER]._rrefs.refcounts.table._owned
     until(lambda: [each.counts for each in kept.values()] == [{RECEIVER: 1}])
     held.let_go()
     call.result()
-    assert town.taken[0].rpc_sync().add() == 1
+    assert cluster.taken[0].rpc_sync().add() == 1
 
 
-def test_references_of_a_broken_connection_are_not_given_back_by_the_next(town):
+def test_references_of_a_broken_connection_are_not_given_back_by_the_next(cluster):
     """The owner counts only the references on their way."""
-    value = town.agents[OWNER].reference(Counter())
-    town.agents[OWNER].rpc_sync(RECEIVER, "take", value)
-    town.cut(OWNER, RECEIVER)
-    town.connect(OWNER, RECEIVER)
-    held = town.hold(OWNER, RECEIVER, "take")
-    call = town.agents[OWNER].rpc_async(RECEIVER, "take", value)
+    value = cluster.agents[OWNER].reference(Counter())
+    cluster.agents[OWNER].rpc_sync(RECEIVER, "take", value)
+    cluster.cut(OWNER, RECEIVER)
+    cluster.connect(OWNER, RECEIVER)
+    held = cluster.hold(OWNER, RECEIVER, "take")
+    call = cluster.agents[OWNER].rpc_async(RECEIVER, "take", value)
     held.wait()
-    town.taken.clear()
-    receiver = town.agents[RECEIVER]
+    cluster.taken.clear()
+    receiver = cluster.agents[RECEIVER]
     until(lambda: receiver.num_references().elsewhere == 0)
-    town.rest(RECEIVER)
+    cluster.rest(RECEIVER)
     held.let_go()
     call.result()
     del value
-    town.rest()
-    assert town.taken[0].rpc_sync().add() == 1
+    cluster.rest()
+    assert cluster.taken[0].rpc_sync().add() == 1
 
 
-def test_the_connection_changes_while_references_are_given_back(town, monkeypatch):
+def test_the_connection_changes_while_references_are_given_back(cluster, monkeypatch):
     """A release by the new connection gives back only references that were counted in it."""
-    values, calls = [town.agents[OWNER].reference(Counter())], []
-    town.agents[OWNER].rpc_sync(RECEIVER, "take", values[0])
-    client = town.agents[RECEIVER]._client
+    values, calls = [cluster.agents[OWNER].reference(Counter())], []
+    cluster.agents[OWNER].rpc_sync(RECEIVER, "take", values[0])
+    client = cluster.agents[RECEIVER]._client
     notify = client.notify
 
     def notify_late(to, name, make):
         if name == RELEASE and not calls:
-            town.cut(OWNER, RECEIVER)
-            town.connect(OWNER, RECEIVER)
-            calls.append(town.hold(OWNER, RECEIVER, "take"))
-            calls.append(town.agents[OWNER].rpc_async(RECEIVER, "take", values[0]))
+            cluster.cut(OWNER, RECEIVER)
+            cluster.connect(OWNER, RECEIVER)
+            calls.append(cluster.hold(OWNER, RECEIVER, "take"))
+            calls.append(cluster.agents[OWNER].rpc_async(RECEIVER, "take", values[0]))
         return notify(to, name, make)
 
     monkeypatch.setattr(client, "notify", notify_late)
-    town.taken.clear()
+    cluster.taken.clear()
     until(lambda: len(calls) == 2)
     held, call = calls
     held.wait()
-    town.rest(RECEIVER)
+    cluster.rest(RECEIVER)
     held.let_go()
     call.result()
     values.clear()
-    town.rest()
-    assert town.taken[0].rpc_sync().add() == 1
+    cluster.rest()
+    assert cluster.taken[0].rpc_sync().add() == 1
     calls.clear()
 
 
-def test_references_to_itself_are_not_given_back(town):
+def test_references_to_itself_are_not_given_back(cluster):
     """The owner has not counted them; another reference is on its way in the meantime."""
-    counter = town.object()
-    town.agents[SENDER].rpc_sync(OWNER, "take", counter)
-    own = town.taken.pop()
-    town.agents[SENDER].rpc_sync(SENDER, "take", counter)
-    held = town.hold(OWNER, SENDER, "take")
-    call = town.agents[OWNER].rpc_async(SENDER, "take", own)
+    counter = cluster.object()
+    cluster.agents[SENDER].rpc_sync(OWNER, "take", counter)
+    own = cluster.taken.pop()
+    cluster.agents[SENDER].rpc_sync(SENDER, "take", counter)
+    held = cluster.hold(OWNER, SENDER, "take")
+    call = cluster.agents[OWNER].rpc_async(SENDER, "take", own)
     held.wait()
-    town.taken.clear()
+    cluster.taken.clear()
     del counter, own
-    town.rest(SENDER)
+    cluster.rest(SENDER)
     held.let_go()
     call.result()
-    town.rest()
-    assert town.taken[0].rpc_sync().add() == 2
+    cluster.rest()
+    assert cluster.taken[0].rpc_sync().add() == 2
 
 
-def test_unsent_references_are_uncounted_in_their_own_connection(town):
+def test_unsent_references_are_uncounted_in_their_own_connection(cluster):
     """A message fails with the old connection, after others were sent by the new one."""
-    value = town.agents[OWNER].reference(Counter())
-    table = town.agents[OWNER]._rrefs.refcounts.table
+    value = cluster.agents[OWNER].reference(Counter())
+    table = cluster.agents[OWNER]._rrefs.refcounts.table
     counts = {value._record.id: 1}
     before = table.count(RECEIVER, counts)
-    town.cut(OWNER, RECEIVER)
-    town.connect(OWNER, RECEIVER)
-    town.agents[OWNER].rpc_sync(RECEIVER, "take", value)
+    cluster.cut(OWNER, RECEIVER)
+    cluster.connect(OWNER, RECEIVER)
+    cluster.agents[OWNER].rpc_sync(RECEIVER, "take", value)
     table.uncount(RECEIVER, counts, before)
     assert table._owned[value._record.id].counts == {RECEIVER: 1}
 
 
-def test_nothing_is_counted_for_a_rank_that_is_not_there(town):
+def test_nothing_is_counted_for_a_rank_that_is_not_there(cluster):
     """Its next process would never give the references back."""
-    value = town.agents[OWNER].reference(Counter())
-    town.kill(RECEIVER)
-    town.agents[OWNER]._rrefs.refcounts.table.count(RECEIVER, {value._record.id: 1})
-    assert town.agents[OWNER].num_references().for_others == 0
+    value = cluster.agents[OWNER].reference(Counter())
+    cluster.kill(RECEIVER)
+    cluster.agents[OWNER]._rrefs.refcounts.table.count(RECEIVER, {value._record.id: 1})
+    assert cluster.agents[OWNER].num_references().for_others == 0
     del value
 
 
-def test_a_reference_that_arrives_while_the_last_one_is_given_back(town):
+def test_a_reference_that_arrives_while_the_last_one_is_given_back(cluster):
     """It is confirmed first, though the release was queued before: no more is given back than was counted."""
-    counter = town.object()
-    town.agents[SENDER].rpc_sync(RECEIVER, "take", counter)
+    counter = cluster.object()
+    cluster.agents[SENDER].rpc_sync(RECEIVER, "take", counter)
     go = threading.Event()
-    town.agents[RECEIVER]._rrefs.tasks.submit(lambda: go.wait(PATIENCE))
-    town.taken.clear()
+    cluster.agents[RECEIVER]._rrefs.tasks.submit(lambda: go.wait(PATIENCE))
+    cluster.taken.clear()
     gc.collect()
-    town.agents[SENDER].rpc_sync(RECEIVER, "take", counter)
-    town.taken.clear()
+    cluster.agents[SENDER].rpc_sync(RECEIVER, "take", counter)
+    cluster.taken.clear()
     gc.collect()
     go.set()
     del counter
-    until(lambda: town.kept() == (0, 0))
+    until(lambda: cluster.kept() == (0, 0))

@@ -21,9 +21,8 @@ from ferrodist.rpc.agent import RpcAgent
 from ferrodist.rpc.messages import HELLO, MET, OWN_NAMES, Call
 from ferrodist.rpc.refcount_protocol import CONFIRM, LOST, REGISTER, RELEASE, SETTLE, UNREGISTER
 from ferrodist.rpc.refcount_tables import ReferenceCounts
-from ferrodist.rpc.remote_objects import CREATE
 from ferrodist.rpc.rref import FETCH, METHOD, RRef
-from ferrodist.rpc.rref_records import record_of
+from ferrodist.rpc.rref_manager import CREATE
 from ferrodist.testing import run_ranks
 
 NOTHING = ReferenceCounts(for_others=0, for_itself=0, elsewhere=0)
@@ -717,7 +716,7 @@ def test_ids_of_successive_agents():
             agent = RpcAgent(group)
             agent.register("echo", lambda value: value)
             group.barrier()
-            found.append(record_of(agent.remote(1 - agent.rank, "echo", 1)).id)
+            found.append(agent.remote(1 - agent.rank, "echo", 1)._record.id)
             group.barrier()
             agent.close()
         return found
@@ -822,7 +821,7 @@ def test_invalid_internal_calls():
     def program(agent):
         counter = agent.remote(1, "Counter")
         counter.rpc_sync().add()
-        id_ = tuple(record_of(counter).id)
+        id_ = tuple(counter._record.id)
         for name, arguments in (
             (CREATE, (id_, "Counter", (), {})),
             (CREATE, ((0, 0, 1, 1), "Counter", (), {})),

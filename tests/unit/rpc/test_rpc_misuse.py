@@ -19,7 +19,7 @@ from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLost
 from ferrodist.rpc import RpcAgent, RpcContext, SimulatedRpcBackend
 from ferrodist.rpc import executor as worker_threads
 from ferrodist.rpc.messages import Call, MessageKind, pack_call
-from ferrodist.rpc.remote_objects import CREATE
+from ferrodist.rpc.rref_manager import CREATE
 from ferrodist.testing import check_leaks
 
 _PATIENCE = 60.0
@@ -159,17 +159,17 @@ def test_names_that_are_no_text(make):
 
 
 @pytest.mark.parametrize(
-    ("given", "place"),
+    ("given", "position"),
     [
         (("a file called \udc80",), "argument [0] is"),
         ((1, {"name": "\ud800"}), "argument [1]['name'] is"),
         (({"\ud800": 1},), "argument [0] is"),
     ],
 )
-def test_half_a_surrogate_pair(make, given, place):
+def test_half_a_surrogate_pair(make, given, position):
     """Python's texts may have one, which can't be encoded: the argument is named."""
     agent, _ = make(FUNCTIONS)
-    where = re.escape(f"the call of 'echo': {place}")
+    where = re.escape(f"the call of 'echo': {position}")
     with pytest.raises(TypeError, match=f"{where}.*half of a surrogate pair"):
         agent.rpc_sync(1, "echo", *given)
     with pytest.raises(TypeError, match=r"keyword \['value'\] is .*half of a surrogate pair"):

@@ -36,7 +36,7 @@ class Box:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "keywords", "place"),
+    ("arguments", "keywords", "position"),
     [
         ((set(),), {}, "argument [0] is of type set"),
         ((1, 2, set()), {}, "argument [2] is of type set"),
@@ -52,7 +52,7 @@ class Box:
         ((), {"value": {None: 1}}, "keyword ['value'] has the key None"),
     ],
 )
-def test_positions_in_arguments(agents, arguments, keywords, place):
+def test_positions_in_arguments(agents, arguments, keywords, position):
     """Errors name the position, at any depth, in calls of functions and methods."""
     box = agents[0].remote(1, "Box")
     for title, call in (
@@ -62,7 +62,7 @@ def test_positions_in_arguments(agents, arguments, keywords, place):
         ("RRef.put", lambda: box.rpc_sync().put(*arguments, **keywords)),
         ("RRef.put", lambda: box.remote().put(*arguments, **keywords)),
     ):
-        with pytest.raises(TypeError, match=f"^{re.escape(f'the call of {title!r}: {place}')}"):
+        with pytest.raises(TypeError, match=f"^{re.escape(f'the call of {title!r}: {position}')}"):
             call()
 
 
@@ -89,10 +89,10 @@ def test_integers(number):
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**30])
 def test_integers_that_are_too_large(number):
     """They are refused alone and nested, and the position is named."""
-    for value, place in ((number, ""), ([number], "[0]"), ({"a": (number,)}, "['a'][0]")):
-        with pytest.raises(TypeError, match=re.escape(f"argument [0]{place} is {number}: integers that go from")):
+    for value, position in ((number, ""), ([number], "[0]"), ({"a": (number,)}, "['a'][0]")):
+        with pytest.raises(TypeError, match=re.escape(f"argument [0]{position} is {number}: integers that go from")):
             pack_call(Call("echo", (value,), {}), CODECS)
-        with pytest.raises(TypeError, match=re.escape(f"the result{place} is {number}: integers that go from")):
+        with pytest.raises(TypeError, match=re.escape(f"the result{position} is {number}: integers that go from")):
             pack_result(value, CODECS)
 
 

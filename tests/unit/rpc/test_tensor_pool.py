@@ -27,15 +27,15 @@ def test_memory_in_use_is_not_reused(make):
     """Memory is reused only once nothing made of the tensor is left."""
     pool = TensorPool()
     tensor = pool.make((SIZE,), torch.uint8)
-    place = tensor.data_ptr()
+    address = tensor.data_ptr()
     kept = make(tensor)
     del tensor
     gc.collect()
     others = [pool.make((SIZE,), torch.uint8) for _ in range(3)]
-    assert place not in [each.data_ptr() for each in others]
+    assert address not in [each.data_ptr() for each in others]
     del kept
     gc.collect()
-    assert pool.make((SIZE,), torch.uint8).data_ptr() == place
+    assert pool.make((SIZE,), torch.uint8).data_ptr() == address
 
 
 def test_free_memory_is_bounded():

@@ -179,7 +179,7 @@ def test_placements_that_do_not_fit_the_tensor(placements, error, message):
 
 
 def test_blocks_of_an_uneven_shard():
-    """Of 5 rows the first rank has 3, which are not two equal blocks, and the other 2."""
+    """A shard of 3 of 5 rows is not two equal blocks, which is an error."""
     mesh = DeviceMesh(fd.SimulatedBackend.create_group(4)[0], (2, 2))
     with pytest.raises(ValueError, match="dim 0 of 3 is not 2 equal blocks"):
         fd.distribute(torch.zeros(5), mesh, [Shard(0), Shard(0, blocks=2)], src=None)
@@ -262,7 +262,7 @@ def test_tensors_of_different_meshes_do_not_mix():
 
 
 def test_an_operator_without_a_rule():
-    """It raises an error with advice; or computes full tensors with a warning, if the program allows it."""
+    """An operator without a rule raises an error with advice, or warns and uses full tensors if that is allowed."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
@@ -312,7 +312,7 @@ def test_a_dtensor_is_not_pickled():
 
 
 def test_specs_are_interned():
-    """They are compared by identity, and are freed with their group."""
+    """Equal specs are one object, compared by identity and freed with its group."""
     mesh = alone((1, 1), ("a", "b"))
     one, other = (fd.distribute(torch.ones(2, 3), mesh, [Shard(0), Replicate()]) for _ in range(2))
     assert one._spec is other._spec
@@ -344,7 +344,7 @@ def test_number_types_are_cached_separately():
 
 
 def test_redistributions_are_recorded():
-    """Those by operators too, in blocks within blocks."""
+    """A block records redistributions by operators too, also inside of another block."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,), ("tp",))

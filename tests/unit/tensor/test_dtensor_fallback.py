@@ -119,7 +119,7 @@ def test_no_other_operator_has_unreturned_writes():
 
 
 def test_random_operators_without_a_rule_compare_generators():
-    """They draw from each rank's generator, which must be in the same state on all ranks."""
+    """Random operators draw from each rank's generator, which must be in the same state on all ranks."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
@@ -248,7 +248,7 @@ def test_set():
 
 
 def test_empty_out_arguments():
-    """They take the result's shape, as in torch."""
+    """Empty out arguments take the result's shape, as in torch."""
 
     def check(mesh):
         x, out = spread(make(4, 6), mesh, Shard(0)), spread(torch.zeros(0, dtype=torch.float64), mesh, Replicate())
@@ -263,7 +263,7 @@ def test_empty_out_arguments():
 
 
 def test_views_by_operators_without_a_rule():
-    """They are copies: a write to one is refused, and so is a read after a write to the tensor."""
+    """Such views are copies: a write to one is refused, and so is a read after a write to the tensor."""
 
     def check(mesh):
         x = fd.distribute(torch.complex(make(4, 6), make(4, 6, seed=1)), mesh, Shard(0))

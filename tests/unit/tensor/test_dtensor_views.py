@@ -383,7 +383,7 @@ def test_expanded_tensors_may_change_shape_in_place(change):
     "name", ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift"]
 )
 def test_augmented_assignments(name):
-    """They write to the tensor or raise; they never make a new tensor."""
+    """An augmented assignment writes to the tensor or raises; it never makes a new tensor."""
     operator = getattr(operator_module, f"i{name}")
     dtype = torch.int64 if name in ("and", "or", "xor", "lshift") else torch.float64
     value = torch.full((4, 3, 2), 3, dtype=dtype)

@@ -32,7 +32,7 @@ def test_partial_sums_are_reduced_before_a_cast_to_integers():
 
 
 def test_partial_bools():
-    """They are reduced by "or", and numbers made of them are not."""
+    """Partial bools are reduced by "or"; numbers made of them are not."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
@@ -110,7 +110,7 @@ def test_gradients_of_local_shards_own_their_memory():
 
 
 def test_writes_to_an_unchanged_redistribution():
-    """It shares memory, which autograd knows: it refuses gradients that would be wrong."""
+    """A redistribution to the same placements shares memory: autograd refuses gradients that would be wrong."""
     mesh = alone()
     tensor, weight = (fd.distribute(torch.ones(4), mesh, Shard(0)) for _ in range(2))
     product = (tensor * weight.requires_grad_()).sum()
@@ -191,7 +191,7 @@ def test_wrappers_without_memory():
 @pytest.mark.parametrize("src", [0, None])
 @pytest.mark.filterwarnings("ignore:.*nested tensor.*")
 def test_nonstrided_tensors_are_not_distributed(kind, src):
-    """They are refused with the collectives' messages, before anything is sent."""
+    """Tensors that are not strided are refused with the collectives' messages, before anything is sent."""
 
     def body(group):
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
@@ -238,7 +238,7 @@ def test_select_scatter_of_a_scalar():
 
 
 def test_inference_mode():
-    """Views of tensors made outside of it are no inference tensors, as in torch."""
+    """In inference mode views of ordinary tensors are ordinary tensors, as in torch."""
     mesh = alone()
     tensor = fd.distribute(make(4, 6), mesh, Shard(0))
     with torch.inference_mode():

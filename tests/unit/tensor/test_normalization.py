@@ -57,7 +57,7 @@ def test_group_norm_equals_plain_group_norm():
 
 
 def test_sharded_batch_gives_partial_weight_gradients():
-    """They are reduced once, where they are used."""
+    """Partial gradients of weights are reduced once, where they are used."""
 
     def compute(group):
         mesh = DeviceMesh(group, (2,))

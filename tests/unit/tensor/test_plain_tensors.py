@@ -56,7 +56,7 @@ def test_a_plain_tensor_is_refused():
 
 
 def test_empty_tensors():
-    """They have no elements that could differ: caches begin with one."""
+    """Empty tensors are accepted, as no element can differ: caches begin with one."""
 
     def check(mesh):
         for where in placements_of(2, 1):
@@ -175,7 +175,7 @@ def test_lists_as_indices():
     ],
 )
 def test_tensors_made_by_torch_functions(function):
-    """They are the same on all ranks by construction, and users can't replace them."""
+    """Tensors that torch's functions make are accepted: all ranks have the same."""
     q = make(2, 4, 5, 8)
     expected = function(q)
 
@@ -217,7 +217,7 @@ def test_causal_attention_with_dropout():
     ],
 )
 def test_data_dependent_shapes(function):
-    """They are the same on all ranks for replicated tensors, and refused for sharded ones."""
+    """Shapes that depend on the elements are the same on all ranks if replicated; sharded tensors are refused."""
     x = make(4, 6)
     expected = function(x)
 

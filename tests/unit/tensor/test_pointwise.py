@@ -116,7 +116,7 @@ def test_bools_true_on_several_ranks():
 
 
 def test_plain_scalar_gradient():
-    """Its product is not linear in partial sums."""
+    """The gradient of a product with a plain scalar is not linear in partial sums."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
@@ -131,7 +131,7 @@ def test_plain_scalar_gradient():
 
 
 def test_lists_and_a_scalar_tensor():
-    """As clipping multiplies all gradients; also in a cached call."""
+    """A list is multiplied by a scalar tensor, as clipping does with gradients; also in a cached call."""
 
     def program(group):
         mesh = DeviceMesh(group, (2,))

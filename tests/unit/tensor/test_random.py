@@ -125,7 +125,7 @@ def test_generators_in_different_states_raise_on_all_ranks():
 
 
 def test_partial_sums_are_not_drawn():
-    """They would need other numbers on each rank."""
+    """Drawing into a partial sum is refused: each rank would need other numbers."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))

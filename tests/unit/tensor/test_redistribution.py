@@ -82,8 +82,8 @@ def test_pairs_on_other_backends(backend):
 
 def plan(shape, before, after, sizes=(8, 16), dtype=torch.float32):
     mesh = DeviceMesh(fd.SimulatedBackend.create_group(NUM_RANKS[shape])[0], shape)
-    layout = DTensorSpec.make(mesh, check_placements(mesh, before, sizes), sizes, dtype)
-    return make_plan(layout, layout.with_placements(after))
+    spec = DTensorSpec.make(mesh, check_placements(mesh, before, sizes), sizes, dtype)
+    return make_plan(spec, spec.with_placements(after))
 
 
 def moves(*arguments, **options):
@@ -111,7 +111,7 @@ def test_one_axis_takes_one_collective(before, after, expected):
 
 
 def test_one_collective_over_several_axes():
-    """It sends each byte once, where one collective after the other would send more."""
+    """One collective over several axes sends each byte once, where one after the other would send more."""
     assert moves((2, 2), [P, P], (R, R)) == [(RedistributeKind.ALLREDUCE, (0, 1), 6 / 4 * WHOLE)]
     assert moves((2, 2), [Shard(0), Shard(0)], (R, R)) == [(RedistributeKind.ALL_GATHER, (0, 1), 3 / 4 * WHOLE)]
     assert moves((2, 2), [P, P], (Shard(1), Shard(1))) == [(RedistributeKind.REDUCE_SCATTER, (0, 1), 3 / 4 * WHOLE)]
@@ -137,7 +137,7 @@ def test_an_innermost_axis_changes_by_itself():
 
 
 def test_an_exchange_sends_each_element_once():
-    """Of ranks with the same shard one sends it: two of four lack half of 32 elements."""
+    """One of the ranks with the same shard sends it: two of four ranks lack half of 32 elements."""
     pattern = GeneralAllToAll((8, 4), [R, Shard(0)], [Shard(0), R], (2, 2))
     assert pattern.count_sent() == 8
     overlaps = [pattern.overlap(sender, receiver) for sender, receiver in itertools.permutations(GRID, 2)]
@@ -190,7 +190,7 @@ def test_a_plan_is_printed_with_its_bytes():
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
-def test_gradients_come_back_as_the_tensor_lies(shape):
+def test_gradients_have_the_placements_of_the_input(shape):
     """The gradient of redistribute has the input's placements; a partial input's is replicated."""
 
     def differentiate(group):

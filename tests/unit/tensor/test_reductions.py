@@ -277,7 +277,7 @@ def test_from_local_with_long_placements():
 
 
 def test_variance_without_degrees_of_freedom():
-    """It is NaN, as in torch, which warns; and never negative."""
+    """Such a variance is NaN, as in torch, which warns; it is never negative."""
     tensor = make(4, 3)
 
     def program(group):

@@ -152,10 +152,10 @@ def test_blocks_are_split_and_joined_without_communication():
         joined = torch.cat([q, k, v], dim=1)
         assert joined.placements == after
         assert_same(joined, torch.cat([make(2, 8, seed=seed) for seed in range(3)], dim=1), "joined")
-        for piece, full in zip(joined.chunk(3, dim=1), (q, k, v), strict=True):
-            assert piece.placements == tuple(before)
-            assert_same(piece, full.full_tensor(), "piece")
-        assert_same(joined.split([6, 18], dim=1)[1], joined.full_tensor()[:, 6:], "uneven pieces")
+        for chunk, full in zip(joined.chunk(3, dim=1), (q, k, v), strict=True):
+            assert chunk.placements == tuple(before)
+            assert_same(chunk, full.full_tensor(), "chunk")
+        assert_same(joined.split([6, 18], dim=1)[1], joined.full_tensor()[:, 6:], "uneven splits")
 
     run_ranks(check, 2, (2,), [Shard(1)], (Shard(1, blocks=3),))
     run_ranks(check, 4, (2, 2), [Shard(1), Shard(1)], (Shard(1, blocks=3), Shard(1, blocks=3)))
@@ -258,7 +258,7 @@ def test_writes_to_redistributed_views_are_refused():
             assert_same(x, make(4, 6), "what could not be written")
         x[1:].clone().zero_()
         copy.deepcopy(x[1:]).zero_()
-        # Nor where a view of the same layout has been written, which is no copy.
+        # Nor where a view of the same placements has been written, which is no copy.
         x.redistribute(Replicate())[1:].zero_()
         with pytest.raises(UnsupportedOpError):
             x[1:].zero_()

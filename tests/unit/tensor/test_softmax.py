@@ -76,7 +76,7 @@ def test_equal_blocks_and_dims_sharded_twice():
 
 
 def test_along_a_sharded_dim_only_rows_are_sent():
-    """Of 4 rows with 3000 elements each: a maximum, a sum, and another sum for the gradient."""
+    """Each row of 3000 elements sends a maximum, a sum, and another sum for the gradient."""
 
     def compute(group):
         mesh = DeviceMesh(group, (2,))

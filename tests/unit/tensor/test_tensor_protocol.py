@@ -9,6 +9,7 @@ from operator_checks import assert_same, make, placements_of, spread
 import ferrodist as fd
 from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard
 from ferrodist.errors import CollectiveMismatchError
+from ferrodist.tensor.dtensor import keep_grad_placements
 from ferrodist.testing import run_ranks
 
 
@@ -37,6 +38,38 @@ def test_deepcopy():
         assert both[0] is both[1]
         with pytest.raises(RuntimeError, match="only leaves"):
             copy.deepcopy(parameter * 2)
+
+    on_two(check)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_deepcopy_keeps_the_hook_for_gradient_placements(is_frozen):
+    """A copy redistributes its gradients as the original does, if frozen once it is trained; it lacks other hooks."""
+
+    def check(mesh):
+        parameter = torch.nn.Parameter(fd.distribute(make(4, 5), mesh, Replicate()), requires_grad=not is_frozen)
+        rows = fd.distribute(make(6, 4, seed=1), mesh, Shard(0))
+
+        def grad_placements(one):
+            one.requires_grad_(True)
+            (rows @ one).sum().backward()
+            return one.grad.placements
+
+        without = copy.deepcopy(parameter)
+        keep_grad_placements(parameter)
+        calls = []
+        if not is_frozen:
+            parameter.register_hook(calls.append)
+        copies = [copy.deepcopy(parameter), copy.deepcopy(torch.nn.ParameterList([parameter]))[0]]
+        copies.append(copy.deepcopy(copies[0]))
+        assert [one.requires_grad for one in copies] == [not is_frozen] * 3
+        assert grad_placements(without) == (Partial(),)
+        for one in copies:
+            assert grad_placements(one) == (Replicate(),)
+            assert_same(one.grad, without.grad.full_tensor(), "the gradient")
+        assert not calls
+        assert grad_placements(parameter) == (Replicate(),)
+        assert len(calls) == (not is_frozen)
 
     on_two(check)
 
@@ -134,7 +167,7 @@ def test_item():
 
 
 def test_equal_and_allclose():
-    """They return the same on all ranks, also if only one rank has a difference."""
+    """Comparisons return the same on all ranks, also if only one rank has a difference."""
 
     def check(mesh):
         one, other = make(4, 5), make(4, 5)

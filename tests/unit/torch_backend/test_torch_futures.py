@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ferrodist.backends import lifecycle
+from ferrodist.backends.lifecycle import ExitStage
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -63,14 +65,21 @@ def test_a_group_that_is_left_finishes_what_was_started(backend):
     assert run(program, backend=backend) == [[2.0] * 20 + [3.0]] * 2
 
 
+LEAVES = {
+    "shutdown": FerrodistProcessGroup.shutdown,
+    "exit": lambda made: lifecycle._run_at_exit(ExitStage.TORCH_GROUPS, made._leave_at_exit),  # as atexit calls it
+}
+
+
+@pytest.mark.parametrize("leave", LEAVES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_message_that_nobody_has_waited_for_is_delivered(backend):
-    """Its sender leaves the group at once, the receiver asks for it later."""
+def test_a_message_that_nobody_has_waited_for_is_delivered(backend, leave):
+    """Its sender leaves the group at once, or exits, and the receiver asks for it later."""
 
     def program(made):
         if made.rank() == 0:
             made.send([torch.full((500_000,), 3.0)], 1)
-            made.shutdown()
+            LEAVES[leave](made)
             return 3.0
         time.sleep(0.2)
         received = torch.zeros(500_000)
@@ -186,7 +195,7 @@ def test_sends_of_several_threads_are_all_waited_for():
             self.ends = ends
             self.was_awaited = False
 
-        def has_ended(self):
+        def is_completed(self):
             return self.ends
 
         def wait_for(self, seconds):
@@ -329,7 +338,7 @@ def test_what_several_fail_with():
             raise self.results[0]
 
     class Late(DoneWork):
-        def has_ended(self):
+        def is_completed(self):
             return False
 
         def wait_for(self, seconds):

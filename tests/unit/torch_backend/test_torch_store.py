@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ferrodist.errors import DistributedTimeoutError, RendezvousError
 from ferrodist.testing import STORE_CHECKS
-from ferrodist.torch_backend.torch_store import TorchStore, hide, server_of
+from ferrodist.torch_backend.torch_store import TorchStore, make_private, server_of
 
 LIMIT = 20.0
 _names = itertools.count()
@@ -70,7 +70,7 @@ def test_a_file_is_hidden_from_other_users(tmp_path, mode, left):
     path.touch()
     path.chmod(mode)
     store = dist.FileStore(str(path), 1)
-    assert hide(dist.PrefixStore("a", dist.PrefixStore("b", store))) == (mode in (0o644, 0o600))
+    assert make_private(dist.PrefixStore("a", dist.PrefixStore("b", store))) == (mode in (0o644, 0o600))
     assert path.stat().st_mode & 0o777 == left
 
 
@@ -80,19 +80,19 @@ def test_a_file_that_others_may_have_opened():
         Path(folder).chmod(0o755)
         store = dist.FileStore(f"{folder}/store", 1)
         store.set("a", "1")
-        assert not hide(store)
+        assert not make_private(store)
         Path(folder).chmod(0o700)
-        assert hide(store)
+        assert make_private(store)
 
 
 def test_stores_without_a_file_or_a_server():
     """Have nothing to hide, and no way to other hosts."""
     store = dist.HashStore()
-    assert hide(store)
+    assert make_private(store)
     assert server_of(store) is None
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert server_of(dist.PrefixStore("a", served)) == "127.0.0.1"
-    assert not hide(served)  # whoever reaches its port can read it
+    assert not make_private(served)  # whoever reaches its port can read it
 
 
 @pytest.mark.parametrize("stores", [hash_stores, file_stores, prefixed_stores])

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from ferrodist.backends.abort_reason import pack_reason, unpack_reason
+from ferrodist.backends.frame_type import FrameType
+from ferrodist.backends.framed_backend import FramedBackend
 from ferrodist.backends.group_observer import PeerExit
 from ferrodist.backends.lifecycle import track
 from ferrodist.backends.liveness import LivenessProbe
-from ferrodist.backends.mailbox_backend import MAX_AHEAD, GroupReceive, MailboxBackend, Send
+from ferrodist.backends.mailbox import Receive
 from ferrodist.backends.mpi import runtime
 from ferrodist.backends.mpi.collectives import MpiDataPlane
-from ferrodist.backends.mpi.progress import ProgressThread
 from ferrodist.backends.mpi.runtime import check_job, library_version
-from ferrodist.backends.mpi.transport import FrameTransport, IncomingMessages, OutgoingMessages, QueuedFrame
+from ferrodist.backends.mpi.transport import FrameTransport, ProgressThread, QueuedFrame
 from ferrodist.backends.mpi.verification import MpiVerifier
-from ferrodist.backends.mpi.wire import Frame, FrameType
+from ferrodist.backends.mpi.wire import MAX_PAYLOAD, Frame
 from ferrodist.backends.request import Stragglers, answer_seconds
+from ferrodist.backends.tags import group_of_tag
 from ferrodist.deadline import Deadline, check_timeout, resolve_timeout
 from ferrodist.errors import (
     BackendUnavailable,
@@ -36,9 +35,10 @@ from ferrodist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.backends.mailbox import Message
+    from ferrodist.backends.mailbox_backend import Send
 
 _WORLD = 0
+_LOW_64 = (1 << 64) - 1
 _CLOSE_SECONDS = 5.0  # how long `MpiBackend.close` waits until MPI has sent this rank's messages
 _GRACE_SECONDS = 0.2
 _DEFERRED_ABORT_SECONDS = 0.5  # how long a third rank's notice that a rank is lost waits for the lost rank's own notice
@@ -49,28 +49,19 @@ _SHARED_POLL_SECONDS = 0.05
 _DIED = PeerExit(what="died: MPI reports its process as failed")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _DeferredAbort:
-    """An abort received from a third rank before the lost rank's own notice, which is waited for until a deadline."""
-
-    group_id: int
-    error: DistributedError
-    deadline: Deadline
-
-
-class _Receive(GroupReceive):
+class _Receive(Receive):
     """A receive whose wait moves the group's frames."""
 
-    __slots__ = ()
+    __slots__ = ("backend",)
+
+    backend: MpiBackend
 
     @override
     def ended_within(self, timeout: float) -> bool:
-        backend = self._backend
-        assert isinstance(backend, MpiBackend)
-        return self._done or backend.progress_until(self.done, timeout)
+        return self._done or self.backend.progress_until(self.done, timeout)
 
 
-class MpiBackend(MailboxBackend):
+class MpiBackend(FramedBackend):
     """A rank of a group over MPI: Open MPI, MPICH, or another one that mpi4py drives.
 
     MPI moves bytes: collectives by its own non-blocking collectives, messages by its messages. Calls are compared
@@ -96,7 +87,7 @@ class MpiBackend(MailboxBackend):
         RendezvousError: On every rank, when some did not come in time; they are named.
     """
 
-    _receive_type = _Receive
+    _max_payload = MAX_PAYLOAD
 
     def __init__(
         self,
@@ -117,22 +108,24 @@ class MpiBackend(MailboxBackend):
         self._communicators = runtime.duplicate(mpi, parent, name, deadline)
         self._message_communicator, collective_communicator = self._communicators
         self._transport = FrameTransport(mpi, self._message_communicator, self._on_frame)
-        self._outgoing = OutgoingMessages(self._transport, self._push, self._finish_send)
-        self._incoming = IncomingMessages(self._mailbox, self._accept, self._push)
-        self._liveness = LivenessProbe(self._ping, self._progress_while_alive)
-        self._deferred_aborts: list[_DeferredAbort] = []
+        self._liveness = LivenessProbe(
+            self._ping,
+            lambda done, timeout: self.progress_until(lambda: done() or self.failure is not None, timeout),
+        )
+        # Aborts received from a third rank before the lost rank's own notice, which is waited for until a deadline.
+        self._deferred_aborts: list[tuple[int, DistributedError, Deadline]] = []
         self._gone: set[int] = set()  # ranks that have left the world, or died
         self._announced_leaving = False
         self._detects_deaths = runtime.call_safely(mpi, self._message_communicator.Get_failed) is not None
         self._handlers: dict[FrameType, Callable[[int, Frame, memoryview], None]] = {
-            FrameType.EAGER: self._incoming.on_eager,
-            FrameType.OFFER: self._incoming.on_offer,
-            FrameType.GRANT: self._outgoing.on_grant,
-            FrameType.DATA: self._incoming.on_data,
-            FrameType.WITHDRAW: self._incoming.on_withdraw,
+            FrameType.EAGER: self._on_eager,
+            FrameType.OFFER: self._on_offer,
+            FrameType.GRANT: self._on_grant,
+            FrameType.DATA: self._on_data,
+            FrameType.WITHDRAW: self._on_withdraw,
             FrameType.ABORT: self._on_abort,
             FrameType.LEFT: self._on_left,
-            FrameType.PING: self._on_ping,
+            FrameType.PING: lambda source, *_: self._push_frame(FrameType.PONG, source, self.verifier.num_entered),
             FrameType.PONG: self._on_pong,
         }
         self.data_plane: MpiDataPlane = MpiDataPlane(
@@ -145,7 +138,7 @@ class MpiBackend(MailboxBackend):
         self._progress = ProgressThread(
             poll=self._poll,
             check_deaths=self._check_deaths,
-            is_awaited=lambda: self._outgoing.has_unsent or self._mailbox.is_awaited,
+            is_awaited=lambda: bool(self._unsent) or self._mailbox.is_awaited,
             is_over=self._is_over,
             on_end=self._release,
             name=f"ferrodist-mpi-{name}-{self.rank}",
@@ -173,27 +166,44 @@ class MpiBackend(MailboxBackend):
 
     # Sending.
 
-    def _start_send(self, send: Send) -> None:
-        self._outgoing.start(send)
-
-    def _take_back(self, send: Send) -> bool:
-        return self._outgoing.take_back(send)
-
-    def _push(self, rank: int, queued: QueuedFrame) -> None:
+    @override
+    def _push_frame(
+        self,
+        kind: FrameType,
+        rank: int,
+        message: int = 0,
+        *,
+        group: int = 0,
+        send: Send | None = None,
+        offset: int = 0,
+        payload: memoryview | bytes = b"",
+        on_sent: Callable[[], object] | None = None,
+    ) -> None:
+        tag = size_bytes = 0
+        if send is not None:
+            group, tag, size_bytes = group_of_tag(send.tag), send.tag & _LOW_64, len(send.data)
+        frame = Frame(kind, message, group, tag, size_bytes, offset)
         try:
-            self._transport.push(rank, queued)
+            self._transport.push(rank, QueuedFrame(frame, payload, send, on_sent))
         except self._mpi.Exception as error:
             self._abort_for(error)
 
+    @override
+    def _drop_frames(self, send: Send) -> bool | None:
+        num_dropped = self._transport.drop(send.peer, send)
+        return None if self._transport.is_lost(send.peer) else num_dropped > 0
+
     # Receiving.
+
+    @override
+    def _make_receive(self, buffer: memoryview, source: int, tag: int) -> Receive:
+        receive = _Receive(self._mailbox, buffer, source, tag)
+        receive.backend = self
+        return receive
 
     def progress_until(self, done: Callable[[], bool], timeout: float) -> bool:
         """Move frames until ``done()``; False after ``timeout`` seconds."""
         return self._progress.wait_until(done, timeout)
-
-    def _progress_while_alive(self, done: Callable[[], bool], timeout: float) -> None:
-        """Move frames until ``done()`` or the group has failed, for at most ``timeout`` seconds."""
-        self.progress_until(lambda: done() or self.failure is not None, timeout)
 
     def _poll(self, patience: float = 0) -> bool:
         """Move the frames that can be moved; whether there were any."""
@@ -208,17 +218,24 @@ class MpiBackend(MailboxBackend):
     def _on_frame(self, source: int, frame: Frame, payload: memoryview) -> None:
         self._handlers[frame.kind](source, frame, payload)
 
-    def _on_abort(self, source: int, frame: Frame, payload: memoryview) -> None:
-        try:
-            reason = unpack_reason(payload, self.world_size)
-        except ValueError as error:
-            raise ProtocolError(f"an ABORT frame with {error}") from None
-        if not self._accepts_notice(source, frame):
-            return
-        if self._has_unnoticed_loss(frame.group, reason):
-            self._deferred_aborts.append(_DeferredAbort(frame.group, reason, Deadline(_DEFERRED_ABORT_SECONDS)))
+    def _on_eager(self, source: int, frame: Frame, payload: memoryview) -> None:
+        message = self._receive_eager(source, frame)
+        if len(payload):
+            self._mailbox.write_bytes(message, payload)
+
+    def _on_data(self, source: int, frame: Frame, payload: memoryview) -> None:
+        message = self._continued_message(source, frame)
+        if message is not None:
+            if frame.offset + len(payload) == frame.size_bytes:
+                self._incoming.pop((source, frame.message), None)
+            self._mailbox.write_bytes(message, payload, frame.offset)
+
+    @override
+    def _act_on_abort(self, group_id: int, error: DistributedError) -> None:
+        if self._has_unnoticed_loss(group_id, error):
+            self._deferred_aborts.append((group_id, error, Deadline(_DEFERRED_ABORT_SECONDS)))
         else:
-            self.fail_group(frame.group, reason)
+            self.fail_group(group_id, error)
 
     def _has_unnoticed_loss(self, group_id: int, error: DistributedError) -> bool:
         """Return whether an abort names a lost rank that has not said here that it left.
@@ -234,10 +251,11 @@ class MpiBackend(MailboxBackend):
 
     def _act_on_deferred_aborts(self) -> None:
         for deferred in self._deferred_aborts.copy():
-            if deferred.deadline.expired or not self._has_unnoticed_loss(deferred.group_id, deferred.error):
+            group_id, error, deadline = deferred
+            if deadline.expired or not self._has_unnoticed_loss(group_id, error):
                 with contextlib.suppress(ValueError):  # another thread acts on it
                     self._deferred_aborts.remove(deferred)
-                    self.fail_group(deferred.group_id, deferred.error)
+                    self.fail_group(group_id, error)
 
     def _on_left(self, source: int, frame: Frame, _payload: memoryview) -> None:
         if self._accepts_notice(source, frame):
@@ -247,28 +265,9 @@ class MpiBackend(MailboxBackend):
             self._liveness.note_progress(source, frame.message)
             self._gone.add(source)
 
-    def _ping(self, rank: int) -> None:
-        self._push(rank, QueuedFrame(Frame(FrameType.PING)))
-
-    def _on_ping(self, source: int, _frame: Frame, _payload: memoryview) -> None:
-        self._push(source, QueuedFrame(Frame(FrameType.PONG, self.verifier.num_entered)))
-
     def _on_pong(self, source: int, frame: Frame, _payload: memoryview) -> None:
         self._liveness.note_progress(source, frame.message)
         self._liveness.on_answer(source)
-
-    def _accepts_notice(self, source: int, frame: Frame) -> bool:
-        """Return whether to act on a notice of a group's end: only if its sender is a member of the group."""
-        if not self._may_be_ahead(frame.group, source):
-            raise ProtocolError(
-                f"rank {source} tells of the ends of more than {MAX_AHEAD} groups that rank {self.rank} has not made",
-                ranks=(source,),
-            )
-        return self._is_member(frame.group, source)
-
-    def _forget_messages(self, applies: Callable[[Message], bool]) -> None:
-        super()._forget_messages(applies)
-        self._incoming.forget(applies)
 
     # Liveness.
 
@@ -313,15 +312,11 @@ class MpiBackend(MailboxBackend):
             return
         ranks = failed.Translate_ranks(list(range(failed.Get_size())), communicator.Get_group())
         for rank in set(ranks) - self._gone:
-            self._lose(rank)
+            self._gone.add(rank)
+            self._transport.lose(rank)
+            self._withdraw_from(rank)
+            self.peer_died(rank, _DIED)
         runtime.call_safely(mpi, communicator.Ack_failed)  # or receives from any rank are refused
-
-    def _lose(self, rank: int) -> None:
-        self._gone.add(rank)
-        self._transport.lose(rank)
-        for message in self._incoming.forget(lambda message: message.source == rank):
-            self._mailbox.withdraw(message)
-        self.peer_died(rank, _DIED)
 
     def _abort_for(self, error: Exception) -> None:
         """Abort the group for an exception of MPI's, or for the deaths that are its reason."""
@@ -334,16 +329,10 @@ class MpiBackend(MailboxBackend):
 
     # Notices, and the end.
 
-    def _notify_abort(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
-        payload = pack_reason(error)
-        for rank in members:
-            if rank != self.rank:
-                self._push(rank, QueuedFrame(Frame(FrameType.ABORT, group=group_id), payload))
-
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         for rank in members:
             if rank != self.rank:
-                self._push(rank, QueuedFrame(Frame(FrameType.LEFT, self.verifier.num_entered, group_id)))
+                self._push_frame(FrameType.LEFT, rank, self.verifier.num_entered, group=group_id)
 
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; see `Backend.close`.
@@ -383,11 +372,6 @@ class MpiBackend(MailboxBackend):
             if _WORLD in self._failures or os.getpid() != self._process:
                 return False
         return True
-
-    def leave_to_parent(self, error: DistributedError) -> None:
-        """In a forked child, make every use of the group raise ``error``: it remains the parent's."""
-        self._state_lock = threading.Lock()  # the parent's threads may have held it
-        self._ended = error
 
     def shrink(self, *, timeout: float | None = None, name: str | None = None) -> MpiBackend:
         """Make a group of the surviving ranks, in their order; all survivors call this.

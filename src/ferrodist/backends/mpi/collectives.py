@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from ferrodist.backends.engine import DataPlane
+from ferrodist.backends.engine import Block, DataPlane
 from ferrodist.backends.mpi.runtime import leak_request
 from ferrodist.backends.polling import wait_until
 from ferrodist.backends.sequencer import Sequencer
@@ -24,12 +24,8 @@ from ferrodist.deadline import Deadline
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ferrodist.backends.engine import Block
 
-
-MAX_COLLECTIVE_BYTES = (1 << 31) - 1
-"""The largest count of one MPI collective."""
-
+MAX_COLLECTIVE_BYTES = (1 << 31) - 1  # the largest count of one MPI collective
 MAX_MESSAGE_BYTES = 1 << 30
 
 
@@ -149,23 +145,28 @@ class MpiDataPlane(DataPlane):
 
     @override
     def gather(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Any]:
-        is_root, mpi = self.rank == root, self._mpi
         if sum(sizes) > MAX_COLLECTIVE_BYTES:
-            sends = [] if is_root else [(root, data)]
-            return self._exchange(sends, self._peer_parts(data, sizes) if is_root else [])
-        own = mpi.IN_PLACE if is_root else [data, len(data), mpi.BYTE]
-        whole = self._with_counts(data, sizes) if is_root else None
+            return self._exchange(*self._transfers_with_root(data, sizes, root))
+        own, whole = self._buffers_with_root(data, sizes, root)
         return [self._start(self._communicator.Igatherv, own, whole, root)]
 
     @override
     def scatter(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Any]:
-        is_root, mpi = self.rank == root, self._mpi
         if sum(sizes) > MAX_COLLECTIVE_BYTES:
-            receives = [] if is_root else [(root, data)]
-            return self._exchange(self._peer_parts(data, sizes) if is_root else [], receives)
-        own = mpi.IN_PLACE if is_root else [data, len(data), mpi.BYTE]
-        whole = self._with_counts(data, sizes) if is_root else None
+            receives, sends = self._transfers_with_root(data, sizes, root)
+            return self._exchange(sends, receives)
+        own, whole = self._buffers_with_root(data, sizes, root)
         return [self._start(self._communicator.Iscatterv, whole, own, root)]
+
+    def _buffers_with_root(self, data: memoryview, sizes: Sequence[int], root: int) -> tuple[Any, Any]:
+        """This rank's own part, and the root's buffer of all parts, as mpi4py takes them."""
+        if self.rank == root:
+            return self._mpi.IN_PLACE, self._with_counts(data, sizes)
+        return [data, len(data), self._mpi.BYTE], None
+
+    def _transfers_with_root(self, data: memoryview, sizes: Sequence[int], root: int) -> tuple[Any, Any]:
+        """The transfers of this rank's own part to the root, and those of the other ranks' parts on the root."""
+        return ([], self._peer_parts(data, sizes)) if self.rank == root else ([(root, data)], [])
 
     def _with_counts(self, data: memoryview, sizes: Sequence[int]) -> list[Any]:
         """A buffer with counts and displacements, as mpi4py takes it."""

@@ -36,16 +36,6 @@ from ferrodist.rendezvous.environment import read_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from typing import Protocol
-
-    class Group(Protocol):
-        """A group that uses MPI."""
-
-        def close(self) -> None:
-            """Leave the group."""
-
-        def wait_until_all_left(self, patience: float) -> bool:
-            """Wait until all ranks have left; False once the group has failed and ``patience`` seconds have passed."""
 
 
 # Loading.
@@ -190,7 +180,7 @@ class MpiRuntime:
 _EXIT_SECONDS = 5.0
 """How long an exiting process waits, after a failure, for other ranks to leave, and for MPI_Finalize."""
 
-_groups: set[Group] = set()
+_groups: set[Any] = set()  # `MpiBackend`s that ranks have not all left
 _starting = threading.Lock()
 _runtime: MpiRuntime | None = None
 _process: int | None = None  # the id of the process that has asked for MPI
@@ -240,12 +230,12 @@ def _await_start(runtime: MpiRuntime, deadline: Deadline) -> None:
         )
 
 
-def register(group: Group) -> None:
+def register(group: Any) -> None:
     """Have a group closed before MPI is finalized."""
     _groups.add(group)
 
 
-def unregister(group: Group, *, has_failed: bool) -> None:
+def unregister(group: Any, *, has_failed: bool) -> None:
     """Undo `register`, once all ranks have left a group."""
     global _has_lost  # noqa: PLW0603 - a process has one MPI
     _has_lost = _has_lost or has_failed

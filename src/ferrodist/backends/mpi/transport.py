@@ -1,4 +1,4 @@
-"""Messages as frames over an MPI communicator: sent in order and handed over in order.
+"""Frames over an MPI communicator, sent and handed over in order, and the thread that moves them.
 
 MPI gets copies, so a user's buffer is never MPI's, whatever becomes of a message. A send that MPI has started can't be
 taken back; so MPI gets only `_WINDOW_BYTES` per rank at a time, and the rest waits in a queue.
@@ -6,30 +6,27 @@ taken back; so MPI gets only `_WINDOW_BYTES` per rank at a time, and the rest wa
 
 from __future__ import annotations
 
-import itertools
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ferrodist.backends.mailbox import EAGER_LIMIT, Mailbox, Message, copy_bytes
+from ferrodist.backends.frame_type import URGENT
 from ferrodist.backends.mpi.runtime import leak_request
-from ferrodist.backends.mpi.wire import HEADER_SIZE, MAX_FRAME, MAX_PAYLOAD, URGENT, Frame, FrameType
-from ferrodist.backends.tags import group_of_tag, group_tag
+from ferrodist.backends.mpi.wire import HEADER_SIZE, MAX_FRAME, Frame
+from ferrodist.backends.polling import Backoff
+from ferrodist.deadline import Deadline
 from ferrodist.errors import ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.backends.mailbox_backend import Send
-
 _WINDOW_BYTES = 4 << 20
 _TAG = 0
 _MAX_FRAMES_PER_POLL = 64
-_LOW_64 = (1 << 64) - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +36,7 @@ class QueuedFrame:
     frame: Frame
     payload: memoryview | bytes = b""  # read when MPI gets the frame
     owner: object = None  # the object for which `FrameTransport.drop` drops it
-    on_sent: Callable[[], None] | None = None  # called when MPI has a copy, so that the payload may change
+    on_sent: Callable[[], object] | None = None  # called when MPI has a copy, so that the payload may change
 
 
 @dataclass(slots=True)
@@ -217,139 +214,77 @@ def _notify_sent(sent: list[QueuedFrame]) -> None:
             queued.on_sent()
 
 
-class OutgoingMessages:
-    """One rank's messages to others. ``finish(send)`` ends a send, whose data may change from then on."""
+_BUSY_SECONDS = 2e-3  # how long the thread goes on polling often after a frame has come
+_BUSY_POLL_INTERVAL_SECONDS = 50e-6
+_AWAITED_POLL_INTERVAL_SECONDS = 0.5e-3
+_IDLE_POLL_INTERVAL_SECONDS = 2e-3
+
+_DEATH_CHECK_INTERVAL_SECONDS = 0.05
+
+
+class ProgressThread:
+    """Moves a group's frames until the group is over."""
 
     def __init__(
-        self, transport: FrameTransport, push: Callable[[int, QueuedFrame], None], finish: Callable[[Send], object]
+        self,
+        *,
+        poll: Callable[[], bool],  # moves the frames that can be moved; whether there were any; does not raise
+        check_deaths: Callable[[], None],  # called every 50 ms
+        is_awaited: Callable[[], bool],  # whether frames are expected, so that polling often pays
+        is_over: Callable[[], bool],  # whether no frame will come any more
+        on_end: Callable[[], None],  # called when the thread ends
+        name: str,
     ) -> None:
-        self._transport = transport
-        self._push = push
-        self._finish = finish
-        self._ids = itertools.count(1)
-        self._unsent: dict[Send, int] = {}  # sends that can still be taken back, and their message ids
-        self._offers: dict[int, Send] = {}  # by message id: waiting for a GRANT
-        self._streaming = threading.RLock()  # held while a message's pieces are queued, so that all or none are
+        self._poll = poll
+        self._check_deaths = check_deaths
+        self._is_awaited = is_awaited
+        self._is_over = is_over
+        self._on_end = on_end
+        self._num_waiting = 0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    @property
-    def has_unsent(self) -> bool:
-        """True if MPI has not been given all of some message."""
-        return bool(self._unsent)
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
 
-    def start(self, send: Send) -> None:
-        """Send a message, or offer it."""
-        message_id = next(self._ids)
-        self._unsent[send] = message_id
-        if len(send.data) <= EAGER_LIMIT:
-            frame = _message_frame(FrameType.EAGER, send, message_id)
-            self._push(send.peer, QueuedFrame(frame, send.data, send, partial(self._on_sent, send)))
-        else:
-            self._offers[message_id] = send
-            self._push(send.peer, QueuedFrame(_message_frame(FrameType.OFFER, send, message_id), owner=send))
+    def join(self, timeout: float) -> bool:
+        """Wait for the thread's end; whether it has come."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(Deadline(timeout).remaining())
+        return not self._thread.is_alive()
 
-    def take_back(self, send: Send) -> bool:
-        """Undo `start`; False when it is too late, and the send has ended."""
-        with self._streaming:
-            message_id = self._unsent.pop(send, None)
-            if message_id is None:
-                return False
-            offered = self._offers.pop(message_id, None)
-            num_dropped = self._transport.drop(send.peer, send)
-        if self._transport.is_lost(send.peer):
+    def wait_until(self, done: Callable[[], bool], timeout: float) -> bool:
+        """Move frames until ``done()``; False after ``timeout`` seconds."""
+        if done():
             return True
-        if offered is None and num_dropped == 0:
-            self._finish(send)  # MPI has been given the last frame just now
-            return False
-        if len(send.data) > EAGER_LIMIT:
-            self._push(send.peer, QueuedFrame(_message_frame(FrameType.WITHDRAW, send, message_id)))
+        deadline = Deadline(timeout)
+        backoff = Backoff()
+        self._num_waiting += 1
+        try:
+            while not done():
+                if deadline.expired:
+                    return done()
+                if self._poll():
+                    backoff.begin_again()
+                else:
+                    backoff.rest(deadline.remaining())
+        finally:
+            self._num_waiting -= 1
         return True
 
-    def on_grant(self, source: int, frame: Frame, _payload: memoryview) -> None:
-        """Send an offered message for which the other rank has a buffer."""
-        with self._streaming:
-            send = self._offers.get(frame.message)
-            if send is not None and send.peer == source:  # or it was taken back meanwhile
-                del self._offers[frame.message]
-                self._stream(send, frame.message)
-
-    def _stream(self, send: Send, message_id: int) -> None:
-        size = len(send.data)
-        for start in range(0, size, MAX_PAYLOAD):
-            stop = min(start + MAX_PAYLOAD, size)
-            on_sent = partial(self._on_sent, send) if stop == size else None
-            frame = _message_frame(FrameType.DATA, send, message_id, offset=start)
-            self._push(send.peer, QueuedFrame(frame, send.data[start:stop], send, on_sent))
-
-    def _on_sent(self, send: Send) -> None:
-        if self._unsent.pop(send, None) is not None:
-            self._finish(send)
-
-
-class IncomingMessages:
-    """One rank's messages from others. ``accept(message)`` announces one; whether to receive it."""
-
-    def __init__(
-        self, mailbox: Mailbox, accept: Callable[[Message], bool], push: Callable[[int, QueuedFrame], None]
-    ) -> None:
-        self._mailbox = mailbox
-        self._accept = accept
-        self._push = push
-        self._offered: dict[tuple[int, int], Message] = {}  # by source and message id: not complete
-
-    def on_eager(self, source: int, frame: Frame, payload: memoryview) -> None:
-        """Receive a whole message."""
-        message = _message_of(source, frame)
-        if self._accept(message) and len(payload):
-            self._mailbox.write(message, partial(_copy, payload), 0, len(payload))
-
-    def on_offer(self, source: int, frame: Frame, _payload: memoryview) -> None:
-        """Announce a large message."""
-        message = _message_of(source, frame)
-        message.grant = partial(self._grant, message, frame.message)
-        self._offered[source, frame.message] = message  # before it may be granted
-        if not self._accept(message):
-            self._offered.pop((source, frame.message), None)
-
-    def _grant(self, message: Message, message_id: int) -> None:
-        message.granted = True
-        self._push(message.source, QueuedFrame(Frame(FrameType.GRANT, message_id)))
-
-    def on_data(self, source: int, frame: Frame, payload: memoryview) -> None:
-        """Receive a piece of a large message."""
-        message = self._offered.get((source, frame.message))
-        if message is None:
-            return  # withdrawn, or its group has failed
-        if not message.granted or frame.offset != message.num_received or frame.size_bytes != message.size_bytes:
-            raise ProtocolError(
-                f"a piece of message {frame.message} of rank {source} out of its order", ranks=(source,)
-            )
-        end = frame.offset + len(payload)
-        if end == frame.size_bytes:
-            self._offered.pop((source, frame.message), None)
-        self._mailbox.write(message, partial(_copy, payload), frame.offset, end)
-
-    def on_withdraw(self, source: int, frame: Frame, _payload: memoryview) -> None:
-        """Drop a large message that its sender has taken back."""
-        message = self._offered.pop((source, frame.message), None)
-        if message is not None:
-            self._mailbox.withdraw(message)
-
-    def forget(self, applies: Callable[[Message], bool]) -> list[Message]:
-        """Drop incomplete messages for which ``applies(message)``; returns them."""
-        forgotten = [(key, message) for key, message in self._offered.copy().items() if applies(message)]
-        for key, _ in forgotten:
-            self._offered.pop(key, None)  # other threads remove messages too
-        return [message for _, message in forgotten]
-
-
-def _message_frame(kind: FrameType, send: Send, message_id: int, *, offset: int = 0) -> Frame:
-    return Frame(kind, message_id, group_of_tag(send.tag), send.tag & _LOW_64, len(send.data), offset)
-
-
-def _message_of(source: int, frame: Frame) -> Message:
-    return Message(source, group_tag(frame.group, frame.tag), frame.size_bytes)
-
-
-def _copy(source: memoryview, target: memoryview) -> int:
-    copy_bytes(target, source)
-    return len(source)
+    def _run(self) -> None:
+        busy_until = next_check = 0.0
+        while not self._is_over():
+            now = time.monotonic()
+            if now >= next_check:
+                self._check_deaths()
+                next_check = now + _DEATH_CHECK_INTERVAL_SECONDS
+            if self._poll():
+                busy_until = now + _BUSY_SECONDS
+            if self._num_waiting:  # waiting threads move the frames
+                time.sleep(_IDLE_POLL_INTERVAL_SECONDS)
+            elif now < busy_until:
+                time.sleep(_BUSY_POLL_INTERVAL_SECONDS)
+            else:
+                time.sleep(_AWAITED_POLL_INTERVAL_SECONDS if self._is_awaited() else _IDLE_POLL_INTERVAL_SECONDS)
+        self._on_end()

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ferrodist.backends import stragglers
 from ferrodist.backends.signature import CALL_SIZE, CollectiveSignature
-from ferrodist.backends.verification import CollectiveVerifier
+from ferrodist.backends.verification import CollectiveVerifier, Verification
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import DistributedTimeoutError
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.mpi.collectives import MpiDataPlane
-    from ferrodist.backends.request import Request
 
 
 class MpiVerifier(CollectiveVerifier):
@@ -44,8 +43,8 @@ class MpiVerifier(CollectiveVerifier):
         self.num_entered = 0  # how many collectives this rank has entered
 
     @override
-    def _gather_calls(self, call: CollectiveSignature, deadline: Deadline, pending: list[Request]) -> list[memoryview]:
-        group = self._group
+    def _gather_calls(self, current: Verification) -> list[memoryview]:
+        group, (call, deadline, _) = self._group, current
         table = np.empty(CALL_SIZE * group.world_size, np.uint8)
         self.num_entered = call.sequence + 1
         request = self._data_plane.all_gather_calls(np.frombuffer(call.encode(), np.uint8), table)

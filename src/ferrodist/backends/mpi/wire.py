@@ -1,21 +1,18 @@
 """Frames of an MPI group: messages and notices between ranks, apart from the data of collectives.
 
-Each frame is one MPI message: a header of 48 bytes and up to `MAX_PAYLOAD` bytes. A message of up to `EAGER_LIMIT`
-bytes is one EAGER frame. A larger one is an OFFER, answered by a GRANT when the other rank has a buffer, then DATA
-frames in order; the sender may take it back with WITHDRAW before it starts the last one.
+Each frame is one MPI message: a header of 48 bytes and up to `MAX_PAYLOAD` bytes. See [Note: message frames].
 """
 
 from __future__ import annotations
 
 import struct
-from enum import IntEnum
 from typing import NamedTuple
 
+from ferrodist.backends.frame_type import FrameType
 from ferrodist.backends.mailbox import EAGER_LIMIT
 from ferrodist.errors import ProtocolError
 
-MAX_PAYLOAD = 1 << 20
-"""Bytes of a message in one frame: they are copied, so that neither side's buffer is MPI's."""
+MAX_PAYLOAD = 1 << 20  # bytes of a message in one frame: they are copied, so that neither side's buffer is MPI's
 
 # magic, type, message, group, tag, message size, offset
 _HEADER = struct.Struct("<2sB5xQQQQQ")
@@ -25,24 +22,10 @@ HEADER_SIZE = _HEADER.size
 MAX_FRAME = HEADER_SIZE + MAX_PAYLOAD
 
 
-class FrameType(IntEnum):
-    """The type of a frame. Its numbers are those of TCP's frames only up to LEFT."""
-
-    EAGER = 1  # a whole message
-    OFFER = 2  # announces a large message
-    GRANT = 3  # ... which may be sent
-    DATA = 4  # ... a piece of it
-    WITHDRAW = 5  # ... which will not be completed
-    ABORT = 6  # the group has failed; the payload is the reason
-    LEFT = 7  # the source has closed the group, having entered `message` collectives of the world
-    PING = 8  # the source asks for a PONG
-    PONG = 9  # the source is alive, and has entered `message` collectives
-
-
-_TYPES = {frame_type.value: frame_type for frame_type in FrameType}
-
-URGENT = frozenset({FrameType.GRANT, FrameType.ABORT, FrameType.PING, FrameType.PONG})
-"""Frames that may overtake others."""
+# On the wire, PING and PONG have other numbers than in TCP's frames. In a LEFT frame, `message` is the number of the
+# world's collectives that the source has entered, and in a PONG too.
+_CODES = {kind: kind.value for kind in FrameType if kind <= FrameType.LEFT} | {FrameType.PING: 8, FrameType.PONG: 9}
+_TYPES = {code: kind for kind, code in _CODES.items()}
 
 
 class Frame(NamedTuple):
@@ -57,7 +40,7 @@ class Frame(NamedTuple):
 
     def pack(self) -> bytes:
         """The header as bytes."""
-        return _HEADER.pack(_MAGIC, self.kind, self.message, self.group, self.tag, self.size_bytes, self.offset)
+        return _HEADER.pack(_MAGIC, _CODES[self.kind], self.message, self.group, self.tag, self.size_bytes, self.offset)
 
     @staticmethod
     def unpack(data: memoryview) -> Frame:

@@ -9,15 +9,16 @@ import os
 import secrets
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
+from typing_extensions import Buffer, Self, override
 
-from ferrodist.backends.base import NonBlockingBackend
-from ferrodist.backends.control_plane import ControlPlaneBackend
+from ferrodist.backends.base import Backend, NonBlockingBackend
+from ferrodist.backends.control_plane import ControlPlaneBackend, Delegated
 from ferrodist.backends.engine import FastPath
-from ferrodist.backends.group_observer import GroupObserver
-from ferrodist.backends.lifecycle import snapshot_weak
+from ferrodist.backends.group_observer import GroupObserver, PeerExit
+from ferrodist.backends.lifecycle import snapshot_weak, weak_method
 from ferrodist.backends.native.binding import is_native_available, load, why_no_native
 from ferrodist.backends.native.bootstrap import open_messages
 from ferrodist.backends.native.collectives import NativeEngine
@@ -30,23 +31,18 @@ from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.tcp.bootstrap import join_members
 from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.deadline import Deadline, resolve_timeout
-from ferrodist.errors import GroupAbortedError
-from ferrodist.rendezvous import rendezvous
-from ferrodist.rendezvous.secret import resolve_secret, secret_or_user_secret
+from ferrodist.errors import DistributedError, GroupAbortedError
+from ferrodist.rendezvous import Membership, rendezvous
+from ferrodist.rendezvous.secret import resolve_secret, user_secret
 
 if TYPE_CHECKING:
     import socket
 
-    from typing_extensions import Buffer, Self
-
-    from ferrodist.backends.base import Backend
-    from ferrodist.backends.group_observer import PeerExit
-    from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, SizedRequest, WaitEvent
-    from ferrodist.errors import DistributedError
-    from ferrodist.rendezvous import Membership
 
 _log = logging.getLogger(__name__)
 
+# Stands in for the compiled engine if the group has failed before it was opened: nothing has a fast path.
+_UNOPENED_ENGINE = SimpleNamespace(fast_send=lambda *_: None, fast_recv=lambda *_: None, try_send=lambda *_: False)
 _NONCE_BYTES = 16
 _LOW_64 = (1 << 64) - 1
 _WORLD = 0
@@ -99,7 +95,7 @@ class NativeBackend(ControlPlaneBackend):
         super().__init__(control)
         self._control: TcpBackend = control
         control.on_close(self._run_close_callbacks)  # at exit, the interpreter closes the control group
-        self._p2p_engine: Any = _UnopenedEngine
+        self._p2p_engine: Any = _UNOPENED_ENGINE
         self._messages: TcpBackend | NativeP2P = control
         try:
             self._open(resolve_secret(secret), job, deadline, shares_memory=shares_memory)
@@ -124,26 +120,23 @@ class NativeBackend(ControlPlaneBackend):
             CollectiveSignature(operation="hosts", payload=nonce + own_host), deadline.remaining()
         )
         hosts = tuple(payload[_NONCE_BYTES:] for payload in payloads)
-        self._topology = HostTopology(hosts=hosts, address=self._own_address(), secret=secret, job=job)
+        interface = os.environ.get("FERRODIST_SOCKET_IFNAME")
+        address = address_of_interface(interface) if interface else control.local_host()
+        self._topology = HostTopology(hosts=hosts, address=address, secret=secret, job=job)
         p2p = NativeP2P(control)
         call = CollectiveSignature(operation="open messages")
-        engine = open_messages(control, self._topology, p2p.weak_callback(), call, deadline.remaining())
+        engine = open_messages(control, self._topology, weak_method(p2p.on_peer_event), call, deadline.remaining())
         p2p.open(engine)
         control.add_observer(self._engines)
         control.relays_messages = False
         self._p2p, self._messages, self._p2p_engine = p2p, p2p, engine
         self.verifier = CollectiveVerifier(self, first=control.verifier.reserve())
         if self._topology.num_hosts > 1:  # messages between hosts are not authenticated
-            known = secret_or_user_secret(secret)
+            known = secret or user_secret()
             self.verification_key = hmac.digest(known, b"agreement\0" + b"".join(payloads), "sha256")
         self._equip(self, tuple(range(self.world_size))).open(
             CollectiveSignature(operation="open"), deadline.remaining()
         )
-
-    def _own_address(self) -> str:
-        """This rank's address for other hosts: on the interface that leads to rank 0, unless the user names one."""
-        interface = os.environ.get("FERRODIST_SOCKET_IFNAME")
-        return address_of_interface(interface) if interface else self._control.local_host()
 
     @override
     def equip_subgroup(self, subgroup: Backend) -> None:
@@ -203,43 +196,15 @@ class NativeBackend(ControlPlaneBackend):
         size_bytes = memoryview(buffer).nbytes
         return self._p2p.raise_ending(ending, f"recv from {peer}: nothing came", src, limit, size_bytes)
 
-    @override
-    def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
-        return self._messages.isend(data, dst, tag=tag)
-
-    @override
-    def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
-        return self._messages.irecv(buffer, src, tag=tag)
-
-    @override
-    def irecv_up_to(self, buffer: Buffer, src: int, *, tag: int = 0) -> SizedRequest:
-        return self._messages.irecv_up_to(buffer, src, tag=tag)
+    isend: Any = Delegated("_messages")
+    irecv: Any = Delegated("_messages")
+    irecv_up_to: Any = Delegated("_messages")
+    listen: Any = Delegated("_messages")
+    signal: Any = Delegated("_messages")
 
     @override
     def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:
         return bool(self._p2p_engine.try_send(data, dst, group_of_tag(tag), tag & _LOW_64))
-
-    @override
-    def listen(self, src: int, size_bytes: int, heard: OnMessages, ended: OnEnd, *, tag: int = 0) -> PersistentRecv:
-        return self._messages.listen(src, size_bytes, heard, ended, tag=tag)
-
-    @override
-    def signal(self) -> WaitEvent:
-        return self._messages.signal()
-
-
-class _UnopenedEngine:
-    """Stands in for the compiled engine if the group has failed before it was opened: nothing has a fast path."""
-
-    @staticmethod
-    def fast_send(*_: object) -> None: ...
-
-    @staticmethod
-    def fast_recv(*_: object) -> None: ...
-
-    @staticmethod
-    def try_send(*_: object) -> bool:
-        return False
 
 
 class _NativeEngines(GroupObserver):

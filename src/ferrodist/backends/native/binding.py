@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.backends.collective_op import dtype_name
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.errors import BackendUnavailable
 
@@ -66,18 +67,12 @@ _FOLDING = ("allreduce", "reduce", "reduce_scatter")
 
 _LINE = struct.Struct("<BBBbiQ")  # `CollectiveSignature` of native/transport/shm/segment.h; its payload follows
 
-SHARE_NAME_BYTES = 24
-"""Bytes at the front of a share's payload that hold its name."""
+SHARE_NAME_BYTES = 24  # bytes at the front of a share's payload that hold its name
 
 
 def dtype_number(tensor: torch.Tensor) -> int:
     """The engine's id of a tensor's dtype."""
     return _DTYPE_NUMBERS[tensor.dtype]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype: "float32" for torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 _DTYPE_NAMES = tuple(map(dtype_name, _DTYPES))

@@ -3,7 +3,7 @@
 The lowest rank of each host creates an anonymous memory and listens on a Unix socket. It announces the socket's name
 and a nonce to the group, in a collective call over the group's authenticated messages. The other ranks of its host
 connect, present the nonce and receive the memory's descriptor. Ranks of different hosts connect over TCP and prove that
-they know the job secret. A last collective call tells whether all have succeeded, so that all go on or none does.
+they know the job secret. In a last collective call all learn whether all have succeeded: all go on, or none does.
 """
 
 from __future__ import annotations
@@ -17,12 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ferrodist.backends import mailbox
 from ferrodist.backends.native import fd_passing
 from ferrodist.backends.native.binding import load
-from ferrodist.backends.native.cpu_set import CpuSet, is_oversubscribed
 from ferrodist.backends.native.host_connections import connect_hosts
 from ferrodist.backends.native.symmetric_memory import ContiguousSharedView
-from ferrodist.backends.native.topology import HostTopology, agree_on_topology, check_problems
+from ferrodist.backends.native.topology import (
+    CpuSet,
+    HostTopology,
+    agree_on_topology,
+    check_problems,
+    is_oversubscribed,
+)
+from ferrodist.backends.verification import left_reason
 from ferrodist.deadline import Deadline
-from ferrodist.errors import BackendUnavailable, DistributedError, describe_error
+from ferrodist.errors import BackendUnavailable, DistributedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -172,7 +178,7 @@ class _SharedMemorySetup:
         if isinstance(error, DistributedError):
             self._group.abort(error)
         else:
-            self._group.abort(f"rank {self._group.rank} left {self._call} by {describe_error(error)}")
+            self._group.abort(left_reason(self._group.rank, self._call, error))
 
     def attempt(self, step: Callable[[], Any]) -> Any:
         """Take a step of this rank alone; None if the system refuses it, or refused an earlier one."""

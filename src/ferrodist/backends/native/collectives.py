@@ -177,10 +177,6 @@ class NativeEngine:
         op = CollectiveOp(
             kind=CollectiveKind(operation), source=tensor, out=out, unit=unit, timeout=self.timeout, **facts
         )
-        return self.error_of(failure, op)
-
-    def error_of(self, failure: BaseException, op: CollectiveOp) -> BaseException:
-        """End the group because of a failed call of ``compiled``; returns the error to raise."""
         return self._abort_for(failure, op.signature(), op.timeout)
 
     def has_left(self, failure: BaseException) -> bool:

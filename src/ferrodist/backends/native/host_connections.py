@@ -6,7 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.native.topology import MAX_TEXT_BYTES, check_problems
+from ferrodist.backends.native.topology import MAX_TEXT_BYTES, HostTopology, check_problems
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.tcp.connection import tune
 from ferrodist.deadline import Deadline
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import socket
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.native.topology import HostTopology
 
 _PROBLEM = "!"  # begins an error in topology of an address
 _POLL_INTERVAL_SECONDS = 0.05
@@ -119,7 +118,8 @@ class _Connector:
         """Wait for the ranks after this one to connect to ``server``."""
         while True:
             with self._changed:
-                self._changed.wait_for(self._is_complete, min(_POLL_INTERVAL_SECONDS, deadline.remaining()))
+                seconds = min(_POLL_INTERVAL_SECONDS, deadline.remaining())
+                self._changed.wait_for(lambda: len(self._sockets) == len(self._remote), seconds)
                 missing = tuple(rank for rank in self._remote if rank not in self._sockets)
             if not missing:
                 return
@@ -133,9 +133,6 @@ class _Connector:
                     f" larger timeout. Reported by rank {self._group.rank}.",
                     ranks=missing,
                 )
-
-    def _is_complete(self) -> bool:
-        return len(self._sockets) == len(self._remote)
 
     def _raise_failure(self, patience: float) -> None:
         """Raise the group's failure, if it has failed, or does within so many seconds."""

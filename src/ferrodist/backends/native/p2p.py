@@ -16,36 +16,31 @@ import weakref
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from typing_extensions import override
+from typing_extensions import Buffer, override
 
 from ferrodist.backends import mailbox
 from ferrodist.backends.base import check_peer, given_up_error
-from ferrodist.backends.group_observer import GroupObserver, PeerExit
+from ferrodist.backends.group_observer import EndReason, GroupObserver, PeerExit
 from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.native.binding import load
-from ferrodist.backends.request import answer_seconds
+from ferrodist.backends.request import (
+    OnEnd,
+    OnMessages,
+    PersistentRecv,
+    Request,
+    SizedRequest,
+    Stragglers,
+    WaitEvent,
+    answer_seconds,
+)
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
-from ferrodist.deadline import check_timeout
-from ferrodist.errors import DistributedTimeoutError, GroupClosedError, ProtocolError
+from ferrodist.deadline import Deadline, check_timeout
+from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from typing_extensions import Buffer
-
-    from ferrodist.backends.group_observer import EndReason
     from ferrodist.backends.mailbox_backend import MailboxBackend
-    from ferrodist.backends.request import (
-        OnEnd,
-        OnMessages,
-        PersistentRecv,
-        Request,
-        SizedRequest,
-        Stragglers,
-        WaitEvent,
-    )
-    from ferrodist.deadline import Deadline
-    from ferrodist.errors import DistributedError
 
 _WORLD = 0
 
@@ -259,17 +254,6 @@ class NativeP2P(GroupObserver):
         return reason_id
 
     # Events of the engine.
-
-    def weak_callback(self) -> Callable[[int, int, int, int], None]:
-        """`on_peer_event`, for the engine, which must not keep this object alive."""
-        method = weakref.WeakMethod(self.on_peer_event)
-
-        def callback(event: int, rank: int, group_id: int, size_bytes: int) -> None:
-            on_peer_event = method()
-            if on_peer_event is not None:
-                on_peer_event(event, rank, group_id, size_bytes)
-
-        return callback
 
     def on_peer_event(self, event: int, rank: int, group_id: int, size_bytes: int) -> None:
         """Handle a misbehaving rank, or the end of a connection; the engine calls it, with a `_PeerEvent`.

@@ -9,14 +9,14 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
+from typing_extensions import Buffer, Self, override
 
 from ferrodist.backends.control_plane import ControlPlaneBackend
-from ferrodist.backends.cuda import allow_queries_during_capture, streams_of
+from ferrodist.backends.cuda import Streams, allow_queries_during_capture, streams_of
 from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.native.backend import open_host_group
 from ferrodist.backends.nccl.collectives import NcclEngine
-from ferrodist.backends.nccl.communicator import load_nccl, why_no_nccl
+from ferrodist.backends.nccl.communicator import Library, load_nccl, why_no_nccl
 from ferrodist.backends.nccl.p2p import NcclP2P
 from ferrodist.backends.nccl.stream_executor import StreamExecutor
 from ferrodist.backends.nccl.watchdog import Watchdog
@@ -29,11 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
-    from typing_extensions import Buffer, Self
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.cuda import Streams
-    from ferrodist.backends.nccl.communicator import Library
     from ferrodist.backends.request import Request
     from ferrodist.deadline import Deadline
     from ferrodist.rendezvous import Membership
@@ -196,22 +193,22 @@ class NcclBackend(NcclGroup):
     def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
         """Refused, except on internal channels, which carry tensors' headers."""
         self._check_tag(tag)
-        super().send(data, dst, tag=tag, timeout=timeout)
+        self._control.send(data, dst, tag=tag, timeout=timeout)
 
     def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
         """Refused, as `send`."""
         self._check_tag(tag)
-        return super().recv(buffer, src, tag=tag, timeout=timeout)
+        return self._control.recv(buffer, src, tag=tag, timeout=timeout)
 
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
         """Refused, as `send`."""
         self._check_tag(tag)
-        return super().isend(data, dst, tag=tag)
+        return self._control.isend(data, dst, tag=tag)
 
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
         """Refused, as `send`."""
         self._check_tag(tag)
-        return super().irecv(buffer, src, tag=tag)
+        return self._control.irecv(buffer, src, tag=tag)
 
     def _check_tag(self, tag: int) -> None:
         if channel_of_tag(tag) == Channel.BYTES:

@@ -8,10 +8,11 @@ from those of other backends where the order of additions shows, for the order i
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.nccl.reductions import NCCL_DTYPES, Encoding, ReductionRecipe, fold_gathered, recipe_of
 from ferrodist.backends.nccl.verification import SplitSizeVerifier
 from ferrodist.deadline import Deadline
@@ -20,23 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.collective_op import CollectiveOp
     from ferrodist.backends.nccl.communicator import Communicator
     from ferrodist.backends.nccl.in_flight import EnqueuedOp
     from ferrodist.backends.nccl.stream_executor import StreamContext, StreamExecutor
-
-
-class _Run(NamedTuple):
-    """A collective that is being enqueued, and the recipe of its reduction, if it reduces."""
-
-    op: CollectiveOp
-    sequence: int
-    recipe: ReductionRecipe | None
-
-    @property
-    def reduction(self) -> ReductionRecipe:
-        assert self.recipe is not None
-        return self.recipe
 
 
 class NcclEngine:
@@ -68,13 +55,16 @@ class NcclEngine:
         For an all_to_all whose shards are not all of ``unit`` elements, the host waits until the ranks' split sizes
         have been compared, before anything moves.
         """
-        recipe = None if op.op is None else recipe_of(op.source.dtype, op.op, self._world_size)
-        work = partial(getattr(self, f"_{op.kind}"), _Run(op, sequence, recipe))
+        work = partial(getattr(self, f"_{op.kind}"), op)
+        if op.op is not None:
+            work = partial(work, recipe_of(op.source.dtype, op.op, self._world_size))
+        elif op.kind is CollectiveKind.ALL_TO_ALL:
+            work = partial(work, sequence)
         tensors = tuple(tensor for tensor in (op.source, op.out) if tensor is not None)
         self._executor.launch(op.signature(sequence), tensors, work, timeout=op.timeout)
 
-    def _allreduce(self, run: _Run, context: StreamContext) -> None:
-        out, source, recipe = run.op.out, run.op.source, run.reduction
+    def _allreduce(self, op: CollectiveOp, recipe: ReductionRecipe, context: StreamContext) -> None:
+        out, source = op.out, op.source
         if not source.numel():
             return
         if recipe.encoding is Encoding.GATHERED:
@@ -86,12 +76,12 @@ class NcclEngine:
             context,
             recipe,
             packed,
-            lambda nccl, op, stream: nccl.all_reduce(result, packed, _dtype_of(recipe), op, stream=stream),
+            lambda nccl, dtype, red_op, stream: nccl.all_reduce(result, packed, dtype, red_op, stream=stream),
         )
         recipe.unpack(result, out)
 
-    def _reduce(self, run: _Run, context: StreamContext) -> None:
-        out, source, root, recipe = run.op.out, run.op.source, run.op.root, run.reduction
+    def _reduce(self, op: CollectiveOp, recipe: ReductionRecipe, context: StreamContext) -> None:
+        out, source, root = op.out, op.source, op.root
         if not source.numel():
             return
         if recipe.encoding is Encoding.GATHERED:
@@ -106,18 +96,16 @@ class NcclEngine:
             context,
             recipe,
             packed,
-            lambda nccl, op, stream: nccl.reduce(result, packed, _dtype_of(recipe), op, root=root, stream=stream),
+            lambda nccl, dtype, red_op, stream: nccl.reduce(result, packed, dtype, red_op, root=root, stream=stream),
         )
         if out is not None:
             recipe.unpack(result, out)
 
-    def _broadcast(self, run: _Run, context: StreamContext) -> None:
-        op = run.op
+    def _broadcast(self, op: CollectiveOp, context: StreamContext) -> None:
         if op.out.numel():
             context.grouped(lambda nccl, stream: nccl.broadcast(op.out, root=op.root, stream=stream))
 
-    def _all_gather(self, run: _Run, context: StreamContext) -> None:
-        op = run.op
+    def _all_gather(self, op: CollectiveOp, context: StreamContext) -> None:
         if not op.out.numel():
             return
         if len(set(op.counts)) == 1:
@@ -133,18 +121,16 @@ class NcclEngine:
 
         context.grouped(broadcast_shards)
 
-    def _gather(self, run: _Run, context: StreamContext) -> None:
-        op = run.op
+    def _gather(self, op: CollectiveOp, context: StreamContext) -> None:
         shards = () if op.out is None else _split(op.out, op.counts)
         self._exchange(context, {op.root: op.source}, dict(enumerate(shards)))
 
-    def _scatter(self, run: _Run, context: StreamContext) -> None:
-        op = run.op
+    def _scatter(self, op: CollectiveOp, context: StreamContext) -> None:
         shards = () if op.source is None else _split(op.source, op.counts)
         self._exchange(context, dict(enumerate(shards)), {op.root: op.out})
 
-    def _reduce_scatter(self, run: _Run, context: StreamContext) -> None:
-        out, source, counts, recipe = run.op.out, run.op.source, run.op.counts, run.reduction
+    def _reduce_scatter(self, op: CollectiveOp, recipe: ReductionRecipe, context: StreamContext) -> None:
+        out, source, counts = op.out, op.source, op.counts
         if not source.numel():
             return
         if recipe.encoding is Encoding.GATHERED:
@@ -157,25 +143,23 @@ class NcclEngine:
         scale = packed.numel() // source.numel()  # 2 where complex numbers have become pairs
         result = out if packed.dtype is out.dtype else packed.new_empty(out.numel() * scale)
         sizes = [count * scale for count in counts]
-        dtype = _dtype_of(recipe)
 
-        def reduce_shards(nccl: Communicator, op: int, stream: int) -> None:
+        def reduce_shards(nccl: Communicator, dtype: int, red_op: int, stream: int) -> None:
             if len(set(sizes)) == 1:
-                nccl.reduce_scatter(result, packed, dtype, op, stream=stream)
+                nccl.reduce_scatter(result, packed, dtype, red_op, stream=stream)
                 return
             for rank, shard in enumerate(_split(packed, sizes)):
                 if shard.numel():
-                    nccl.reduce(result if rank == self._rank else shard, shard, dtype, op, root=rank, stream=stream)
+                    nccl.reduce(result if rank == self._rank else shard, shard, dtype, red_op, root=rank, stream=stream)
 
         self._reduce_by(context, recipe, packed, reduce_shards)
         recipe.unpack(result, out)
 
-    def _all_to_all(self, run: _Run, context: StreamContext) -> None:
-        op = run.op
+    def _all_to_all(self, op: CollectiveOp, sequence: int, context: StreamContext) -> None:
         rows = [[count // op.unit if op.unit else 0 for count in counts] for counts in (op.counts, op.recv_counts)]
-        self._split_sizes.send(self._group, run.sequence, *rows)
+        self._split_sizes.send(self._group, sequence, *rows)
         if set(op.counts) | set(op.recv_counts) != {op.unit}:
-            self._split_sizes.wait(self._group, run.sequence, str(op.signature()), Deadline(op.timeout))
+            self._split_sizes.wait(self._group, sequence, str(op.signature()), Deadline(op.timeout))
         outgoing, incoming = _split(op.source, op.counts), _split(op.out, op.recv_counts)
         self._exchange(context, dict(enumerate(outgoing)), dict(enumerate(incoming)))
 
@@ -204,17 +188,18 @@ class NcclEngine:
         context: StreamContext,
         recipe: ReductionRecipe,
         packed: torch.Tensor,
-        call: Callable[[Communicator, int, int], None],
+        call: Callable[[Communicator, int, int, int], None],
     ) -> None:
-        """Run ``call(communicator, op, stream)`` with the recipe's ncclRedOp_t."""
+        """Run ``call(communicator, dtype, red_op, stream)`` with the recipe's ncclDataType_t and ncclRedOp_t."""
+        dtype = NCCL_DTYPES[recipe.carrier]
         if recipe.factor is None:
-            assert recipe.op is not None
-            op = recipe.op
-            context.grouped(lambda nccl, stream: call(nccl, op, stream))
+            red_op = recipe.op
+            assert red_op is not None
+            context.grouped(lambda nccl, stream: call(nccl, dtype, red_op, stream))
             return
         factor = torch.tensor([recipe.factor], dtype=packed.dtype, device="cpu")
-        made = context.communicator.premultiplied_sum(factor, _dtype_of(recipe))
-        context.grouped(lambda nccl, stream: call(nccl, made, stream))
+        made = context.communicator.premultiplied_sum(factor, dtype)
+        context.grouped(lambda nccl, stream: call(nccl, dtype, made, stream))
         context.communicator.release_operation(made)
 
     def _gather_all(self, context: StreamContext, source: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -225,11 +210,6 @@ class NcclEngine:
     def _allocate(self, source: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
         """A buffer of ``count`` elements for each rank."""
         return _split(source.new_empty(count * self._world_size), [count] * self._world_size)
-
-
-def _dtype_of(recipe: ReductionRecipe) -> int:
-    """The ncclDataType_t of a recipe."""
-    return NCCL_DTYPES[recipe.carrier]
 
 
 def _result_for(packed: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

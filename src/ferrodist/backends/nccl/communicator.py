@@ -100,36 +100,32 @@ class Communicator:
 
     def all_reduce(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, stream: int) -> None:
         """Reduce ``source`` over the ranks into every ``out``, which may be ``source``."""
-        arguments = (source.data_ptr(), out.data_ptr(), source.numel(), dtype, op)
-        self._call("all_reduce", *arguments, self._handle, stream)
+        self._call("all_reduce", source.data_ptr(), out.data_ptr(), source.numel(), dtype, op, self._handle, stream)
 
     def reduce(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, root: int, stream: int) -> None:
         """Reduce ``source`` over the ranks into the root's ``out``; the others' is not touched."""
-        arguments = (source.data_ptr(), out.data_ptr(), source.numel(), dtype, op, root)
-        self._call("reduce", *arguments, self._handle, stream)
+        self._call("reduce", source.data_ptr(), out.data_ptr(), source.numel(), dtype, op, root, self._handle, stream)
 
     def reduce_scatter(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, stream: int) -> None:
         """Reduce shard r of every ``source`` into rank r's ``out``; shards have equal sizes."""
-        arguments = (source.data_ptr(), out.data_ptr(), out.numel(), dtype, op)
-        self._call("reduce_scatter", *arguments, self._handle, stream)
+        self._call("reduce_scatter", source.data_ptr(), out.data_ptr(), out.numel(), dtype, op, self._handle, stream)
 
     def broadcast(self, tensor: torch.Tensor, *, root: int, stream: int) -> None:
         """Copy the root's ``tensor`` into every rank's."""
         address = tensor.data_ptr()
-        self._call("broadcast", address, address, _size_bytes(tensor), _UINT8, root, self._handle, stream)
+        self._call("broadcast", address, address, tensor.nbytes, _UINT8, root, self._handle, stream)
 
     def all_gather(self, out: torch.Tensor, source: torch.Tensor, *, stream: int) -> None:
         """Copy every ``source``, of equal sizes, into every ``out``."""
-        arguments = (source.data_ptr(), out.data_ptr(), _size_bytes(source), _UINT8)
-        self._call("all_gather", *arguments, self._handle, stream)
+        self._call("all_gather", source.data_ptr(), out.data_ptr(), source.nbytes, _UINT8, self._handle, stream)
 
     def send(self, tensor: torch.Tensor, peer: int, *, stream: int) -> None:
         """Send to a rank that receives."""
-        self._call("send", tensor.data_ptr(), _size_bytes(tensor), _UINT8, peer, self._handle, stream)
+        self._call("send", tensor.data_ptr(), tensor.nbytes, _UINT8, peer, self._handle, stream)
 
     def recv(self, tensor: torch.Tensor, peer: int, *, stream: int) -> None:
         """Receive from a rank that sends."""
-        self._call("recv", tensor.data_ptr(), _size_bytes(tensor), _UINT8, peer, self._handle, stream)
+        self._call("recv", tensor.data_ptr(), tensor.nbytes, _UINT8, peer, self._handle, stream)
 
     def premultiplied_sum(self, factor: torch.Tensor, dtype: int) -> int:
         """Make an operation: a sum of elements times this rank's ``factor``, one element on the CPU."""
@@ -165,10 +161,6 @@ def _call(bindings: Any, name: str, *arguments: object) -> Any:
         return getattr(bindings, name)(*arguments)
     except bindings.NCCLError as error:
         raise NcclError(f"{name} of NCCL failed: {error}") from None
-
-
-def _size_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def open_library() -> Library:

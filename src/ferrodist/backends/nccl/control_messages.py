@@ -18,16 +18,11 @@ def post(group: Backend, message: bytes, rank: int, tag: int) -> Request | None:
     return None if group.try_send(message, rank, tag=tag) else group.isend(message, rank, tag=tag)
 
 
-def _ignore(rank: int, error: DistributedError) -> None:
-    """The group has ended, which waiting threads and the watchdog see by themselves."""
-    del rank, error
-
-
 def listen(
     group: Backend,
     ranks: Iterable[int],
     on_messages: Callable[[int, list[bytes]], None],
-    on_end: Callable[[int, DistributedError], None] = _ignore,
+    on_end: Callable[[int, DistributedError], None] = lambda *_: None,  # waiting threads and the watchdog see it too
     *,
     tag: int,
     size_bytes: int,

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.cuda import Streams
     from ferrodist.errors import DistributedError
 
-NO_SEQUENCE = -1
-"""The sequence number of messages, which have none."""
+NO_SEQUENCE = -1  # the sequence number of messages, which have none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,21 +26,17 @@ class OpInfo:
     peers: tuple[int, ...] = ()  # the other ranks of a message
 
 
+@dataclass(slots=True, eq=False)
 class InFlightOp:
-    """One operation on a stream, between two events; ``caller`` is the stream that was current at its launch."""
+    """One operation on a stream, between two events."""
 
-    __slots__ = ("_start", "_started_at", "caller", "end", "info", "kept", "streams")
-
-    def __init__(
-        self, info: OpInfo, streams: Streams, *, start: Any, end: Any, kept: tuple[torch.Tensor, ...], caller: int
-    ) -> None:
-        self.info = info
-        self.streams = streams
-        self._start = start
-        self.end = end
-        self.kept = kept  # tensors that must live until it has ended
-        self.caller = caller
-        self._started_at: float | None = None
+    info: OpInfo
+    streams: Streams
+    start: Any
+    end: Any
+    kept: tuple[torch.Tensor, ...]  # tensors that must live until it has ended
+    caller: int  # the stream that was current at its launch
+    started_at: float | None = None  # when the GPU was first seen to have reached it
 
     def done(self) -> bool:
         """Return whether the GPU has passed its end; never blocks."""
@@ -49,11 +44,11 @@ class InFlightOp:
 
     def is_overdue(self, now: float) -> bool:
         """Return whether its timeout has passed, counted from when the GPU was first seen to have reached it."""
-        if self._started_at is None:
-            if self.streams.has_passed(self._start):
-                self._started_at = now
+        if self.started_at is None:
+            if self.streams.has_passed(self.start):
+                self.started_at = now
             return False
-        return now - self._started_at > self.info.timeout
+        return now - self.started_at > self.info.timeout
 
 
 class EnqueuedOp:

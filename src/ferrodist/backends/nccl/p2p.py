@@ -15,6 +15,7 @@ on one stream, and a send ends when it is received.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 from collections import deque
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ferrodist.backends.collective_op import dtype_name
 from ferrodist.backends.nccl.control_messages import listen, post
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
@@ -31,7 +33,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError, SizeMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.nccl.communicator import Communicator
@@ -54,7 +56,7 @@ class _Header(NamedTuple):
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor, tag: int) -> _Header:
-        return cls(tag, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        return cls(tag, dtype_name(tensor.dtype), tuple(tensor.shape))
 
     def pack(self) -> bytes:
         padding = [0] * (_MAX_DIMS - len(self.shape))
@@ -103,24 +105,18 @@ class NcclP2P:
         if not operations:
             return []
         what = ", ".join(_describe(operation) for operation in operations)
-        if not receives:
-            with self._sending:
-                self._post_headers(sends)
-                self._launch(what, sends, [], deadline)
-            return [send.dst for send in sends]
-        self._inbox.open(self._group)
-        if not sends:
-            sources = self._receive(what, [], receives, deadline)
-        else:
-            with self._sending:
-                self._post_headers(sends)
+        sources: Iterable[int] = ()
+        if receives:
+            self._inbox.open(self._group)
+        with self._sending if sends else contextlib.nullcontext():
+            for send in sends:
+                post(self._group, _Header.from_tensor(send.tensor, send.tag).pack(), send.dst, _TAG)
+            if receives:
                 sources = self._receive(what, sends, receives, deadline)
+            else:
+                self._launch(what, sends, [], deadline)
         remaining = iter(sources)
         return [operation.dst if hasattr(operation, "dst") else next(remaining) for operation in operations]
-
-    def _post_headers(self, sends: Sequence[Any]) -> None:
-        for send in sends:
-            post(self._group, _Header.from_tensor(send.tensor, send.tag).pack(), send.dst, _TAG)
 
     def _receive(self, what: str, sends: Sequence[Any], receives: Sequence[Any], deadline: Deadline) -> list[int]:
         """Match each receive with a header, then launch all; returns the senders."""

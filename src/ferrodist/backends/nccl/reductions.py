@@ -135,7 +135,10 @@ def recipe_of(dtype: torch.dtype, op: Any, world_size: int) -> ReductionRecipe:
     """The recipe of a `ReduceOp` or premultiplied sum that is defined for ``dtype``; see [Note: recipes]."""
     name, factor = str(op), getattr(op, "factor", None)
     if dtype is torch.bool:
-        return _of_bools(name)
+        # A sum wraps around, but its lowest bit, which is xor, is right all the same.
+        number = _OPERATIONS[{"bxor": "sum", "sum": "max", "max": "max", "bor": "max"}.get(name, "min")]
+        is_xor = name == "bxor"
+        return ReductionRecipe(encoding=Encoding.CONVERTED, carrier=torch.uint8, op=number, keeps_lowest_bit=is_xor)
     fold = _complex_product if name == "product" and dtype.is_complex else _BITWISE.get(name)
     if fold is not None:
         return ReductionRecipe(encoding=Encoding.GATHERED, carrier=dtype, fold=fold)
@@ -150,12 +153,6 @@ def recipe_of(dtype: torch.dtype, op: Any, world_size: int) -> ReductionRecipe:
         carrier = torch.float32
     encoding = Encoding.AS_THEY_ARE if carrier is dtype else Encoding.CONVERTED
     return ReductionRecipe(encoding=encoding, carrier=carrier, op=_OPERATIONS.get(name), factor=factor)
-
-
-def _of_bools(name: str) -> ReductionRecipe:
-    # A sum wraps around, but its lowest bit, which is xor, is right all the same.
-    op = _OPERATIONS[{"bxor": "sum", "sum": "max", "max": "max", "bor": "max"}.get(name, "min")]
-    return ReductionRecipe(encoding=Encoding.CONVERTED, carrier=torch.uint8, op=op, keeps_lowest_bit=name == "bxor")
 
 
 def _represents(dtype: torch.dtype, value: float) -> bool:

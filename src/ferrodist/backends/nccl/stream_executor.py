@@ -21,12 +21,13 @@ import threading
 import weakref
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ferrodist.backends.nccl.communicator import CommunicatorHandle, NcclError
+from ferrodist.backends.lifecycle import weak_method
+from ferrodist.backends.nccl.communicator import Communicator, CommunicatorHandle, Library, NcclError
 from ferrodist.backends.nccl.in_flight import EnqueuedOp, InFlightOp, OpInfo
 from ferrodist.backends.nccl.verification import RingVerifier
-from ferrodist.backends.nccl.watchdog import NcclLivenessProbe
+from ferrodist.backends.nccl.watchdog import NcclLivenessProbe, Watchdog
 from ferrodist.backends.polling import Backoff
 from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
@@ -47,34 +48,25 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.cuda import Streams
-    from ferrodist.backends.nccl.communicator import Communicator, Library
-    from ferrodist.backends.nccl.watchdog import Watchdog
 
     Work = Callable[["StreamContext"], None]
 
 
-class StreamContext:
-    """The communicator and the stream that work is enqueued on.
+class StreamContext(NamedTuple):
+    """The communicator and the stream that work is enqueued on."""
 
-    Calls to NCCL inside `grouped` are issued as one NCCL group. When it returns they are on the stream, where torch may
-    enqueue more.
-    """
-
-    __slots__ = ("_await_ready", "communicator", "stream")
-
-    def __init__(self, communicator: Communicator, stream: Any, await_ready: Callable[[], None]) -> None:
-        self.communicator = communicator
-        self.stream: int = stream.cuda_stream
-        self._await_ready = await_ready
+    communicator: Communicator
+    stream: int
+    await_ready: Callable[[], None]
 
     def grouped(self, call: Callable[[Communicator, int], None]) -> None:
-        """Run ``call(communicator, stream)`` between ``ncclGroupStart`` and ``ncclGroupEnd``."""
+        """Run ``call(communicator, stream)`` as one NCCL group; afterwards torch may enqueue more on the stream."""
         self.communicator.begin_group()
         try:
             call(self.communicator, self.stream)
         finally:
             self.communicator.end_group()
-        self._await_ready()
+        self.await_ready()
 
 
 class StreamExecutor:
@@ -103,12 +95,13 @@ class StreamExecutor:
         self._local = threading.local()
         # The group's listeners hold these for as long as it lasts, so they must not keep a dropped group alive.
         self._verifier = RingVerifier(group, self.reporter())
-        self._liveness = NcclLivenessProbe(group, partial(_num_called_by, weakref.ref(self)))
+        executor = weakref.ref(self)
+        self._liveness = NcclLivenessProbe(group, lambda: getattr(executor(), "num_called", 0))
         self._mismatch: DistributedError | None = None  # found by a verifier, not yet handled by the watchdog
 
     def reporter(self) -> Callable[[DistributedError], None]:
         """A callback for errors that end the group; it may be called in any thread and does not block."""
-        return partial(_report, weakref.ref(self))
+        return weak_method(self.report)
 
     # Launching.
 
@@ -195,7 +188,9 @@ class StreamExecutor:
         streams = self._streams_of(device)
         stream, caller = self._stream_on(device), streams.current()
         is_elsewhere = stream.cuda_stream != caller.cuda_stream
-        context = StreamContext(self._handle.communicator, stream, partial(self._await_ready, info, deadline))
+        context = StreamContext(
+            self._handle.communicator, stream.cuda_stream, partial(self._await_ready, info, deadline)
+        )
         with streams.using(stream):
             if is_elsewhere:
                 streams.order(stream, streams.record(caller))
@@ -362,14 +357,3 @@ class StreamExecutor:
             self._group.abort(left_reason(self._group.rank, call, error))
             self.abort()
             raise
-
-
-def _report(executor: Callable[[], StreamExecutor | None], error: DistributedError) -> None:
-    found = executor()
-    if found is not None:
-        found.report(error)
-
-
-def _num_called_by(executor: Callable[[], StreamExecutor | None]) -> int:
-    found = executor()
-    return 0 if found is None else found.num_called

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.backends.lifecycle import ExitStage, close_at_exit
 from ferrodist.backends.nccl.control_messages import listen, post
-from ferrodist.backends.nccl.in_flight import NO_SEQUENCE
+from ferrodist.backends.nccl.in_flight import NO_SEQUENCE, OpInfo
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, describe_error, ranks_text
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.nccl.in_flight import OpInfo
     from ferrodist.backends.request import PersistentRecv
 
 _MESSAGE = struct.Struct("<BQQ")  # message type, id of the question, operations called
@@ -61,29 +60,26 @@ class NcclLivenessProbe:
         after = f"within {info.timeout:g} s"
         advice = f"Look at what is going on there, or pass a larger timeout. Reported by rank {group.rank}."
         if info.sequence == NO_SEQUENCE:
-            peers = ranks_text(info.peers)
-            return DistributedTimeoutError(
-                f"{where}: {peers} did not make the matching call {after}. {advice}", ranks=info.peers
-            )
-        where += f", operation {info.sequence}"
-        answers = self._ask(group)
-        silent = tuple(rank for rank in self._others if rank not in answers)
-        late = tuple(rank for rank, num_called in sorted(answers.items()) if num_called <= info.sequence)
-        if late:
-            has = "has" if len(late) == 1 else "have"
-            return DistributedTimeoutError(
-                f"{where}: {ranks_text(late)} {has} not called it {after}. {advice}", ranks=late
-            )
-        if silent:
-            does = "does" if len(silent) == 1 else "do"
-            return DistributedTimeoutError(
-                f"{where}: not done {after}, and {ranks_text(silent)} {does} not answer. {advice}", ranks=silent
-            )
-        return DistributedTimeoutError(
-            f"{where}: all ranks have called it, and the GPUs have not done it {after}. Does a rank's GPU work on"
-            " something that takes longer, or does a message or another group's operation stand before it on some"
-            f" rank's stream? {advice}"
-        )
+            ranks = info.peers
+            text = f"{ranks_text(ranks)} did not make the matching call {after}."
+        else:
+            where += f", operation {info.sequence}"
+            answers = self._ask(group)
+            silent = tuple(rank for rank in self._others if rank not in answers)
+            late = tuple(rank for rank, num_called in sorted(answers.items()) if num_called <= info.sequence)
+            ranks = late or silent
+            if late:
+                text = f"{ranks_text(late)} {'has' if len(late) == 1 else 'have'} not called it {after}."
+            elif silent:
+                does = "does" if len(silent) == 1 else "do"
+                text = f"not done {after}, and {ranks_text(silent)} {does} not answer."
+            else:
+                text = (
+                    f"all ranks have called it, and the GPUs have not done it {after}. Does a rank's GPU work on"
+                    " something that takes longer, or does a message or another group's operation stand before it on"
+                    " some rank's stream?"
+                )
+        return DistributedTimeoutError(f"{where}: {text} {advice}", ranks=ranks)
 
     def _ask(self, group: Backend) -> dict[int, int]:
         """The other ranks' numbers of called operations, of those that answer in time."""
@@ -159,7 +155,14 @@ class Watchdog:
             return
         with self._changed:
             self._busy.add(executor)
-            self._wake()
+            if self._is_closed:
+                return
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+                # The interpreter ends daemon threads wherever they are, which may be inside CUDA.
+                close_at_exit(ExitStage.WATCHDOGS, self)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End the thread."""
@@ -169,16 +172,6 @@ class Watchdog:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(_JOIN_SECONDS)
-
-    def _wake(self) -> None:
-        if self._is_closed:
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-            # The interpreter ends daemon threads wherever they are, which may be inside CUDA.
-            close_at_exit(ExitStage.WATCHDOGS, self)
-        self._changed.notify_all()
 
     def _run(self) -> None:
         self._prepare()

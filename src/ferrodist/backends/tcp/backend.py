@@ -7,26 +7,27 @@ receives and grants. Senders write straight from their own thread while the sock
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.abort_reason import pack_reason, unpack_reason
+from typing_extensions import Self, override
+
+from ferrodist.backends.frame_type import FrameType
+from ferrodist.backends.framed_backend import FramedBackend
 from ferrodist.backends.group_observer import PeerExit
 from ferrodist.backends.lifecycle import track
 from ferrodist.backends.liveness import LivenessProbe
-from ferrodist.backends.mailbox import EAGER_LIMIT, Message
-from ferrodist.backends.mailbox_backend import MAX_AHEAD, MailboxBackend, Send
 from ferrodist.backends.request import Stragglers
-from ferrodist.backends.tags import group_of_tag, group_tag
+from ferrodist.backends.tags import group_of_tag
 from ferrodist.backends.tcp.bootstrap import dial_hub, gather_links, join_members
 from ferrodist.backends.tcp.connection import FramedConnection, QueuedFrame, Sink, tune
 from ferrodist.backends.tcp.io_loop import BLOCK_BYTES, IoLoop
-from ferrodist.backends.tcp.wire import MAX_PAYLOAD, Frame, FrameType
+from ferrodist.backends.tcp.wire import MAX_PAYLOAD, Frame
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, ProtocolError, RendezvousError
+from ferrodist.rendezvous.auth import Hello
 from ferrodist.rendezvous.secret import resolve_secret
 from ferrodist.resource_limits import naming_limits
 
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from typing_extensions import Self
-
+    from ferrodist.backends.mailbox import Message
+    from ferrodist.backends.mailbox_backend import Send
     from ferrodist.rendezvous import Membership
     from ferrodist.rendezvous.session import Connection
 
@@ -48,7 +49,7 @@ _FAREWELL_SECONDS = 0.2  # how long a rank that was not let in waits until its n
 _FLUSH_POLL_INTERVAL_SECONDS = 0.01
 
 
-class TcpBackend(MailboxBackend):
+class TcpBackend(FramedBackend):
     """A rank of a group connected by TCP through rank 0.
 
     Ranks other than 0 have one connection, to rank 0, which relays the messages between them. That needs no more than
@@ -79,6 +80,8 @@ class TcpBackend(MailboxBackend):
         InvalidRankError, InvalidWorldSizeError: Rank 0 expects another rank or world size.
     """
 
+    _max_payload = MAX_PAYLOAD
+
     def __init__(
         self,
         rank: int,
@@ -98,18 +101,10 @@ class TcpBackend(MailboxBackend):
         super().__init__(rank, world_size, timeout=timeout, name=name)
         self._links: dict[int, FramedConnection] = {}
         self._buffer_bytes = socket_buffer_bytes
-        self._message_ids = itertools.count(1)
-        self._ids: dict[Send, int] = {}  # ids of sends that can still be taken back
-        self._last: dict[Send, QueuedFrame] = {}  # the frame that completes each of these, once pushed
-        self._offers: dict[int, Send] = {}  # by message id: sends that wait for a GRANT
-        # A message's frames are queued together, or it could be taken back between two and lose the first ones.
-        self._streaming = threading.RLock()
-        self._incoming: dict[tuple[int, int], Message] = {}  # by source and id: offered to this rank, not complete
         self._changed = threading.Condition()
         self._ready = False
-        self.relays_messages = True
-        """Return whether messages between other ranks pass through rank 0."""
-        self._actions: dict[FrameType, Callable[[FramedConnection, Frame, memoryview | bytes], None]] = {
+        self.relays_messages = True  # whether messages between other ranks pass through rank 0
+        self._handlers: dict[FrameType, Callable[[int, Frame, memoryview | bytes], None]] = {
             FrameType.OFFER: self._on_offer,
             FrameType.GRANT: self._on_grant,
             FrameType.DATA: self._on_data,
@@ -118,8 +113,8 @@ class TcpBackend(MailboxBackend):
             FrameType.LEFT: self._on_left,
             FrameType.DIED: self._on_died,
             FrameType.READY: self._on_ready,
-            FrameType.PING: self._on_ping,
-            FrameType.PONG: self._on_pong,
+            FrameType.PING: lambda source, *_: self._answer(source),
+            FrameType.PONG: lambda source, *_: self._liveness.on_answer(source),
         }
         self._liveness = LivenessProbe(self._ping, self._wait_for_change, self._num_reads_from, self._is_unread)
         self._unwritten_answers: set[int] = set()  # ranks for which a PONG waits to be written
@@ -156,29 +151,19 @@ class TcpBackend(MailboxBackend):
     def _connect(
         self, address: str, secret: bytes, job: str, listener: socket.socket | None, deadline: Deadline
     ) -> None:
+        hello = Hello(purpose="group", job=job, rank=self.rank, world_size=self.world_size, group=self.name)
         if self.rank != _HUB:
-            sock = dial_hub(
-                self.rank, self.world_size, address, secret=secret, job=job, group=self.name, deadline=deadline
-            )
-            self._begin({_HUB: sock})
+            self._begin({_HUB: dial_hub(hello, address, secret, deadline)})
             self._await_ready(deadline)
             return
-        connections, error = gather_links(
-            self.world_size,
-            address,
-            secret=secret,
-            job=job,
-            group=self.name,
-            listener=listener,
-            deadline=deadline,
-        )
+        connections, error = gather_links(hello, address, secret, listener, deadline)
         self._begin(connections)
         if error is not None:
             self.abort(error)
             self.close()
             raise error
         for peer in list(self._links):
-            self._push(QueuedFrame(Frame(kind=FrameType.READY, source=self.rank, destination=peer)))
+            self._push_frame(FrameType.READY, peer)
 
     def _begin(self, connections: dict[int, Connection]) -> None:
         for peer, sock in sorted(connections.items()):
@@ -204,69 +189,29 @@ class TcpBackend(MailboxBackend):
 
     # Sending.
 
-    def _start_send(self, send: Send) -> None:
-        message_id = next(self._message_ids)
-        size = len(send.data)
-        self._ids[send] = message_id
-        if size <= EAGER_LIMIT:
-            self._push_last(send, self._message_frame(FrameType.EAGER, send, message_id, length=size), send.data)
-        else:
-            self._offers[message_id] = send
-            self._push(QueuedFrame(self._message_frame(FrameType.OFFER, send, message_id), owner=send))
+    @override
+    def _push_frame(
+        self,
+        kind: FrameType,
+        rank: int,
+        message: int = 0,
+        *,
+        group: int = 0,
+        send: Send | None = None,
+        offset: int = 0,
+        payload: memoryview | bytes = b"",
+        on_sent: Callable[[], object] | None = None,
+    ) -> None:
+        tag = size_bytes = 0
+        if send is not None:
+            group, tag, size_bytes = group_of_tag(send.tag), send.tag & _LOW_64, len(send.data)
+        frame = Frame(kind, len(payload), self.rank, rank, message, group, tag, size_bytes, offset)
+        self._push(QueuedFrame(frame, payload, owner=send, on_written=on_sent))
 
-    def _stream(self, send: Send, message_id: int) -> None:
-        """Queue the DATA frames of a message that was granted."""
-        size = len(send.data)
-        for start in range(0, size, MAX_PAYLOAD):
-            stop = min(start + MAX_PAYLOAD, size)
-            frame = self._message_frame(FrameType.DATA, send, message_id, length=stop - start, offset=start)
-            if stop < size:
-                self._push(QueuedFrame(frame, send.data[start:stop], owner=send))
-            else:
-                self._push_last(send, frame, send.data[start:stop])
-
-    def _push_last(self, send: Send, frame: Frame, payload: memoryview) -> None:
-        outgoing = QueuedFrame(frame, payload, owner=send, on_written=partial(self._written, send))
-        self._last[send] = outgoing
-        self._push(outgoing)
-
-    def _written(self, send: Send) -> None:
-        self._ids.pop(send, None)
-        self._last.pop(send, None)
-        self._finish_send(send)
-
-    def _take_back(self, send: Send) -> bool:
-        message_id = self._ids.pop(send, None)
-        if message_id is None:
-            return False  # its last byte is written
+    @override
+    def _drop_frames(self, send: Send) -> bool | None:
         link = self._link_to(send.peer)
-        with self._streaming:
-            self._offers.pop(message_id, None)
-            last = self._last.pop(send, None)
-            dropped = link is None or link.drop(send, last)
-        if link is None:
-            return True
-        if not dropped:
-            self._finish_send(send)  # it arrives, from a copy of the bytes not written yet
-            return False
-        if len(send.data) > EAGER_LIMIT:
-            self._push(QueuedFrame(self._message_frame(FrameType.WITHDRAW, send, message_id)))
-        return True
-
-    def _message_frame(
-        self, kind: FrameType, send: Send, message_id: int, *, length: int = 0, offset: int = 0
-    ) -> Frame:
-        return Frame(
-            kind=kind,
-            source=self.rank,
-            destination=send.peer,
-            length=length,
-            message=message_id,
-            group=group_of_tag(send.tag),
-            tag=send.tag & _LOW_64,
-            size_bytes=len(send.data),
-            offset=offset,
-        )
+        return None if link is None else link.drop(send)
 
     def local_host(self) -> str:
         """This rank's address on the interface that leads to rank 0, or on rank 0 to another rank."""
@@ -300,15 +245,11 @@ class TcpBackend(MailboxBackend):
             return Stragglers(ranks=(_HUB,), detail=f" ({role} does not answer)", is_relay=True)
         return self._silent_or_all(silent, peers)
 
-    def _ping(self, rank: int) -> None:
-        self._push(QueuedFrame(Frame(kind=FrameType.PING, source=self.rank, destination=rank)))
-
     def _answer(self, rank: int) -> None:
         """Send a PONG to a rank, one for all PINGs that came before it was written."""
         if rank not in self._unwritten_answers:
             self._unwritten_answers.add(rank)
-            frame = Frame(kind=FrameType.PONG, source=self.rank, destination=rank)
-            self._push(QueuedFrame(frame, on_written=partial(self._unwritten_answers.discard, rank)))
+            self._push_frame(FrameType.PONG, rank, on_sent=partial(self._unwritten_answers.discard, rank))
 
     def _wait_for_change(self, is_done: Callable[[], bool], seconds: float) -> None:
         with self._changed:
@@ -338,18 +279,15 @@ class TcpBackend(MailboxBackend):
         if frame.destination != self.rank:
             return _Bytes(frame.length)
         if frame.kind is FrameType.EAGER:
-            message = _new_message(frame)
-            self._accept(message)
-            return self._message_sink(message)
+            return self._message_sink(self._receive_eager(frame.source, frame))
         if frame.kind is FrameType.DATA:
-            offered = self._incoming.get((frame.source, frame.message))
-            if offered is None:
-                return _Bytes(frame.length)  # withdrawn, or its group has failed
-            in_order = frame.offset == offered.num_received and frame.size_bytes == offered.size_bytes
-            if not (in_order and offered.granted):
-                self._refuse(link, frame, f"a piece of message {frame.message} out of its order")
-                return _Bytes(frame.length)
-            return self._message_sink(offered, frame.offset)
+            try:
+                message = self._continued_message(frame.source, frame)
+            except ProtocolError as error:
+                self._refuse(link, frame, error)
+            else:
+                if message is not None:
+                    return self._message_sink(message, frame.offset)
         return _Bytes(frame.length)
 
     def frame_ends(self, link: FramedConnection, frame: Frame, sink: Sink) -> None:
@@ -358,88 +296,42 @@ class TcpBackend(MailboxBackend):
         if frame.destination != self.rank:
             self._push(QueuedFrame(frame, payload, relayed=True), link)
             return
-        action = self._actions.get(frame.kind)
-        if action is not None:
-            action(link, frame, payload)
+        link.has_left |= frame.kind is FrameType.LEFT and frame.group == _WORLD and frame.source == link.peer
+        handler = self._handlers.get(frame.kind)
+        if handler is not None:
+            try:
+                handler(frame.source, frame, payload)
+            except ProtocolError as error:
+                self._refuse(link, frame, error)
             with self._changed:
                 self._changed.notify_all()
 
-    def _refuse(self, link: FramedConnection, frame: Frame, what: str) -> None:
+    def _refuse(self, link: FramedConnection, frame: Frame, error: ProtocolError) -> None:
         """Handle a violation of the protocol: end the sender's connection, or the group if rank 0 relayed the frame."""
         if frame.source == link.peer:
-            raise ProtocolError(what)
+            raise error
         self.abort(
             ProtocolError(
-                f"rank {frame.source} of group {self.name!r} broke the protocol: {what}", ranks=(frame.source,)
+                f"rank {frame.source} of group {self.name!r} broke the protocol: {error.message}",
+                ranks=(frame.source,),
             )
         )
 
-    def _on_offer(self, link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
-        if (frame.source, frame.message) in self._incoming:
-            self._refuse(link, frame, f"a second offer of message {frame.message}")
-            return
-        message = _new_message(frame)
-        message.grant = partial(self._grant, message, frame.message)
-        # Before it may be granted. Messages that the mailbox refuses are removed, so the mailbox's bounds apply: that
-        # of unexpected messages, and the number of posted receives.
-        self._incoming[frame.source, frame.message] = message
-        if not self._accept(message):
-            self._incoming.pop((frame.source, frame.message), None)
-
-    def _on_grant(self, link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
-        send = self._offers.get(frame.message)
-        if send is None:
-            return  # taken back meanwhile
-        if send.peer != frame.source:
-            self._refuse(link, frame, f"a grant of message {frame.message}, which was offered to another rank")
-            return
-        with self._streaming:
-            if self._offers.pop(frame.message, None) is not None:
-                self._stream(send, frame.message)
-
-    def _on_data(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
+    def _on_data(self, source: int, frame: Frame, _payload: memoryview | bytes) -> None:
         if frame.offset + frame.length == frame.size_bytes:
-            self._incoming.pop((frame.source, frame.message), None)
+            self._incoming.pop((source, frame.message), None)
 
-    def _on_withdraw(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
-        message = self._incoming.pop((frame.source, frame.message), None)
-        if message is not None:
-            self._mailbox.withdraw(message)
-
-    def _on_abort(self, link: FramedConnection, frame: Frame, payload: memoryview | bytes) -> None:
-        try:
-            reason = unpack_reason(payload, self.world_size)
-        except ValueError as error:
-            self._refuse(link, frame, f"an ABORT frame with {error}")
-            return
-        if self._is_from_member(link, frame):
-            self.fail_group(frame.group, reason)
-
-    def _on_left(self, link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
-        link.has_left |= frame.group == _WORLD and frame.source == link.peer
-        if self._is_from_member(link, frame):
+    def _on_left(self, source: int, frame: Frame, _payload: memoryview | bytes) -> None:
+        if self._accepts_notice(source, frame):
             for observer in self._observers:
-                observer.await_sent(frame.source, frame.message)
-            self.peer_left(frame.group, frame.source)
+                observer.await_sent(source, frame.message)
+            self.peer_left(frame.group, source)
 
-    def _is_from_member(self, link: FramedConnection, frame: Frame) -> bool:
-        """Return whether to handle a notice about a group: its sender must be a member."""
-        if not self._may_be_ahead(frame.group, frame.source):
-            self._refuse(link, frame, f"the ends of more than {MAX_AHEAD} groups that rank {self.rank} has not made")
-            return False
-        return self._is_member(frame.group, frame.source)
+    def _on_died(self, source: int, _frame: Frame, _payload: memoryview | bytes) -> None:
+        self.peer_died(source, _death(f"its connection to rank 0 of group {self.name!r} ended"))
 
-    def _on_died(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
-        self.peer_died(frame.source, _death(f"its connection to rank 0 of group {self.name!r} ended"))
-
-    def _on_ready(self, _link: FramedConnection, _frame: Frame, _payload: memoryview | bytes) -> None:
+    def _on_ready(self, _source: int, _frame: Frame, _payload: memoryview | bytes) -> None:
         self._ready = True
-
-    def _on_ping(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
-        self._answer(frame.source)
-
-    def _on_pong(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
-        self._liveness.on_answer(frame.source)
 
     def link_blocked(self, link: FramedConnection) -> None:
         """Tell a rank that this one is there: its PING can't be read while its messages pile up for another rank."""
@@ -448,10 +340,7 @@ class TcpBackend(MailboxBackend):
     def link_ended(self, link: FramedConnection, reason: str, *, by_violation: bool) -> None:
         """Handle the end of a connection: the peer has left or died; without the hub no rank can be reached."""
         self._links.pop(link.peer, None)
-        for key, message in self._incoming.copy().items():  # other threads remove entries
-            if key[0] == link.peer or link.peer == _HUB:
-                self._incoming.pop(key, None)
-                self._mailbox.withdraw(message)
+        self._withdraw_from(None if link.peer == _HUB else link.peer)
         if not link.has_left:
             violation = PeerExit(kind=ProtocolError, what=f"broke the protocol: {reason}")
             self.peer_died(link.peer, violation if by_violation else _death(reason))
@@ -474,38 +363,16 @@ class TcpBackend(MailboxBackend):
             failure.__cause__ = error
             self.fail_group(group_id, failure)
 
-    def _forget_messages(self, applies: Callable[[Message], bool]) -> None:
-        super()._forget_messages(applies)
-        for key, message in self._incoming.copy().items():
-            if applies(message):
-                self._incoming.pop(key, None)
-
-    def _grant(self, message: Message, message_id: int) -> None:
-        message.granted = True
-        self._push(
-            QueuedFrame(Frame(kind=FrameType.GRANT, source=self.rank, destination=message.source, message=message_id))
-        )
-
     def _message_sink(self, message: Message, base: int = 0) -> Sink:
         return lambda fill, start, stop: self._mailbox.write(message, fill, base + start, base + stop)
 
     # Notices, and closing.
 
-    def _notify_abort(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
-        payload = pack_reason(error)
-        for rank in members:
-            if rank != self.rank:
-                frame = Frame(
-                    kind=FrameType.ABORT, source=self.rank, destination=rank, group=group_id, length=len(payload)
-                )
-                self._push(QueuedFrame(frame, payload))
-
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         for rank in members:
             if rank != self.rank:
-                count = sum(observer.num_sent(rank) for observer in self._observers)
-                frame = Frame(kind=FrameType.LEFT, source=self.rank, destination=rank, group=group_id, message=count)
-                self._push(QueuedFrame(frame))
+                num_sent = sum(observer.num_sent(rank) for observer in self._observers)
+                self._push_frame(FrameType.LEFT, rank, num_sent, group=group_id)
 
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; see `Backend.close`.
@@ -523,13 +390,6 @@ class TcpBackend(MailboxBackend):
         finally:
             self._loop.stop()
             self._run_close_callbacks()
-
-    def leave_to_parent(self, error: DistributedError) -> None:
-        """In a forked child: leave the group to the parent, so that using it raises ``error`` and does not hang."""
-        self._state_lock = threading.Lock()  # the parent's threads may have held it
-        self._ended = error  # checked before anything that could wait for another of its locks
-        for observer in self._observers:
-            observer.on_forked()
 
     def _drain(self, deadline: Deadline) -> None:
         """Wait until all is written and the peers have closed their side too, so that no last message is lost.
@@ -557,10 +417,6 @@ class _Bytes:
 
     def __call__(self, fill: Callable[[memoryview], int], start: int, stop: int) -> int:
         return fill(self.data[start:stop])
-
-
-def _new_message(frame: Frame) -> Message:
-    return Message(frame.source, group_tag(frame.group, frame.tag), frame.size_bytes)
 
 
 def _death(reason: str) -> PeerExit:

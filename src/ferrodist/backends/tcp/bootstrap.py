@@ -6,6 +6,8 @@ import socket
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec.structs import replace
+
 from ferrodist.errors import (
     DistributedError,
     DistributedTimeoutError,
@@ -27,20 +29,14 @@ if TYPE_CHECKING:
     from ferrodist.rendezvous import Membership
     from ferrodist.rendezvous.session import Connection
 
-_PURPOSE = "group"
 _ADDRESS_KEY = "tcp/address"
-_REFUSAL = b"!"
+_REFUSAL = b"!"  # begins what rank 0 puts into the store in place of its address when it can't listen
 
 _OWN_DESCRIPTORS = 16
 """Descriptors that rank 0 needs while ranks connect: of its listener and its loop, and some to spare."""
 
 _POLL_INTERVAL_SECONDS = 0.2
 _SHORTAGE_SECONDS = 2.0  # how long a rank 0 that can accept no more connections goes on saying so to ranks that dial
-
-
-def refusal_of(error: DistributedError) -> bytes:
-    """The value that rank 0 puts into a store in place of its address when it can't listen."""
-    return _REFUSAL + error.message.encode()
 
 
 class _PublishedAddress(str):
@@ -61,27 +57,21 @@ def read_published(data: bytes) -> str:
 
 
 def gather_links(
-    world_size: int,
-    address: str,
-    *,
-    secret: bytes,
-    job: str,
-    group: str,
-    listener: socket.socket | None,
-    deadline: Deadline,
+    own: Hello, address: str, secret: bytes, listener: socket.socket | None, deadline: Deadline
 ) -> tuple[dict[int, Connection], DistributedError | None]:
     """Rank 0: wait for all others; the connections of those that came, and an error that names the rest."""
     host, port = parse_address(address)
-    check_hello(Hello(purpose=_PURPOSE, job=job, rank=world_size - 1, world_size=world_size, group=group))
+    world_size = own.world_size
+    check_hello(replace(own, rank=world_size - 1))
     connections: dict[int, Connection] = {}
     admitted: set[int] = set()  # those, and ranks that are about to be notified of their admission
     changed = threading.Condition()
 
     def admit(hello: Hello) -> None:
-        if hello.purpose != _PURPOSE or hello.job != job or hello.group != group:
+        if (hello.purpose, hello.job, hello.group) != (own.purpose, own.job, own.group):
             raise RendezvousError(
                 f"rank {hello.rank} came for {hello.purpose} {hello.group!r} of job {hello.job!r}, but this is"
-                f" group {group!r} of job {job!r}: two jobs share an address"
+                f" group {own.group!r} of job {own.job!r}: two jobs share an address"
             )
         if hello.world_size != world_size:
             raise InvalidWorldSizeError(
@@ -111,13 +101,13 @@ def gather_links(
     try:
         server.serve(admit, take, dismiss)
         with changed:
-            while not _is_over(server, deadline, len(connections) == world_size - 1):
+            while not (len(connections) == world_size - 1 or server.shortage is not None or deadline.expired):
                 changed.wait(min(deadline.remaining(), _POLL_INTERVAL_SECONDS))
             if server.shortage is not None:  # reported to the ranks that dial now
                 changed.wait_for(lambda: len(connections) == world_size - 1, _SHORTAGE_SECONDS)
     finally:
         server.close()
-    return connections, _error_of_missing(server, connections, world_size, group, deadline)
+    return connections, _error_of_missing(server, connections, world_size, own.group, deadline)
 
 
 def _error_of_missing(
@@ -137,22 +127,16 @@ def _error_of_missing(
     )
 
 
-def _is_over(server: Listener, deadline: Deadline, is_complete: bool) -> bool:  # noqa: FBT001
-    return is_complete or server.shortage is not None or deadline.expired
-
-
-def dial_hub(
-    rank: int, world_size: int, address: str, *, secret: bytes, job: str, group: str, deadline: Deadline
-) -> Connection:
+def dial_hub(hello: Hello, address: str, secret: bytes, deadline: Deadline) -> Connection:
     """Every other rank: connect to rank 0."""
     host, port = parse_address(address)
-    published = str(address) if isinstance(address, _PublishedAddress) else ""
-    hello = Hello(purpose=_PURPOSE, job=job, rank=rank, world_size=world_size, group=group, address=published)
+    if isinstance(address, _PublishedAddress):
+        hello = replace(hello, address=str(address))
     try:
         return connect(host, port, secret=secret, hello=hello, deadline=deadline)
     except DistributedTimeoutError as error:
         raise RendezvousError(
-            f"rank 0 of group {group!r} did not take rank {rank}'s connection: {error.message}", ranks=(0,)
+            f"rank 0 of group {hello.group!r} did not take rank {hello.rank}'s connection: {error.message}", ranks=(0,)
         ) from error
 
 
@@ -197,5 +181,5 @@ def _listen(membership: Membership) -> socket.socket:
             check_descriptors(membership.world_size + _OWN_DESCRIPTORS)
             return socket.create_server((membership.host, 0), family=family)
     except RendezvousError as error:
-        membership.store.set(_ADDRESS_KEY, refusal_of(error))
+        membership.store.set(_ADDRESS_KEY, _REFUSAL + error.message.encode())
         raise

@@ -6,51 +6,35 @@ import contextlib
 import socket
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from ferrodist.backends.tcp.wire import HEADER_SIZE, URGENT, Frame
+from ferrodist.backends.frame_type import URGENT
+from ferrodist.backends.tcp.wire import HEADER_SIZE, Frame
 from ferrodist.errors import AuthenticationError, ProtocolError
-from ferrodist.rendezvous.session import TAG_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ferrodist.rendezvous.session import Session
+from ferrodist.rendezvous.session import TAG_BYTES, Session
 
 _READ_AHEAD = 64 * 1024
 _FRAME_COST = 512  # bytes that a waiting frame counts for beside its payload, so that empty ones are bounded, too
 _DIRECT_READ = 16 * 1024  # reads of at least so many bytes bypass the read-ahead buffer
 
 
-class Sink(Protocol):
-    """Consumer of a frame's payload."""
-
-    def __call__(self, fill: Callable[[memoryview], int], start: int, stop: int, /) -> int:
-        """Let ``fill`` write payload bytes ``start`` to ``stop``; returns how many it wrote."""
+# Consumer of a frame's payload: ``sink(fill, start, stop)`` lets ``fill`` write the payload's bytes from ``start`` to
+# ``stop``, and returns how many it wrote.
+Sink = Callable[[Callable[[memoryview], int], int, int], int]
 
 
+@dataclass(slots=True, eq=False)
 class QueuedFrame:
     """A frame to be written."""
 
-    __slots__ = ("begun", "cost", "frame", "on_written", "owner", "payload", "relayed", "views")
-
-    def __init__(
-        self,
-        frame: Frame,
-        payload: memoryview | bytes = b"",  # ``frame.length`` bytes that stay unchanged until they are written
-        *,
-        owner: object = None,  # the payload's owner, for `FramedConnection.drop`
-        on_written: Callable[[], object] | None = None,  # called once the last byte has been given to the kernel
-        relayed: bool = False,  # whether it only passes through this rank
-    ) -> None:
-        self.frame = frame
-        self.payload = payload
-        self.owner = owner
-        self.on_written = on_written
-        self.relayed = relayed
-        self.cost = frame.length + _FRAME_COST
-        self.begun = False  # the kernel has a byte of it, so the rest must follow
-        self.views: list[memoryview] = []
+    frame: Frame
+    payload: memoryview | bytes = b""  # ``frame.length`` bytes that stay unchanged until they are written
+    owner: object = None  # the payload's owner, for `FramedConnection.drop`
+    on_written: Callable[[], object] | None = None  # called once the last byte has been given to the kernel
+    relayed: bool = False  # whether it only passes through this rank
+    begun: bool = False  # the kernel has a byte of it, so the rest must follow
+    views: list[memoryview] = field(default_factory=list)
 
 
 class FramedConnection:
@@ -76,18 +60,18 @@ class FramedConnection:
         self._urgent: deque[QueuedFrame] = deque()
         self._queue: deque[QueuedFrame] = deque()
         self._current: QueuedFrame | None = None
-        self._closed = False
+        self.closed = False
         sock.setblocking(False)
 
     def push(self, outgoing: QueuedFrame) -> bool:
         """Write a frame, or queue it. True if frames wait to be written: then the caller must have `flush` called."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return False
             was_waiting = self._waiting()
             (self._urgent if outgoing.frame.kind in URGENT else self._queue).append(outgoing)
             if outgoing.relayed:
-                self.relayed_bytes += outgoing.cost
+                self.relayed_bytes += outgoing.frame.length + _FRAME_COST
             if was_waiting:
                 return True
             written = self._write()
@@ -114,26 +98,24 @@ class FramedConnection:
         """Return whether bytes have been read that `read_into` has not returned."""
         return self._ahead_start < self._ahead_stop
 
-    @property
-    def closed(self) -> bool:
-        """Return whether `close` has been called."""
-        return self._closed
-
-    def drop(self, owner: object, last: QueuedFrame | None) -> bool:
+    def drop(self, owner: object) -> bool:
         """Take a message back: drop an owner's frames that are not begun, and finish one that is from a copy.
 
-        Returns False if ``last``, the pushed frame that completes the message, is begun: the message will arrive.
+        Returns whether the frame that completes the message, which has ``on_written``, was dropped.
         """
         with self._lock:
-            self._queue = deque(outgoing for outgoing in self._queue if outgoing.owner is not owner)
+            dropped = [outgoing for outgoing in self._queue if outgoing.owner is owner]
+            if dropped:
+                self._queue = deque(outgoing for outgoing in self._queue if outgoing.owner is not owner)
             current = self._current
             if current is not None and current.owner is owner:
-                current.on_written = None
                 if current.begun:
+                    current.on_written = None
                     current.views = [memoryview(bytes(view)) for view in current.views]
                 else:
+                    dropped.append(current)
                     self._current = None
-            return last is None or not last.begun
+            return any(outgoing.on_written is not None for outgoing in dropped)
 
     def read_into(self, target: memoryview) -> int:
         """Read into ``target``; the number of bytes, or 0 if the peer has closed. BlockingIOError: none are there."""
@@ -160,7 +142,7 @@ class FramedConnection:
     def close(self) -> None:
         """Close the connection; frames that wait to be written are dropped."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             self._forget_queued()
             self.sock.close()
 
@@ -186,7 +168,7 @@ class FramedConnection:
                 if current.views:
                     continue
                 if current.relayed:
-                    self.relayed_bytes -= current.cost
+                    self.relayed_bytes -= current.frame.length + _FRAME_COST
                 if current.on_written is not None:
                     written.append(current.on_written)
                 self._current = None

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 _READ_BUDGET = 4 << 20  # bytes read from one connection before the others get their turn
 
-BLOCK_BYTES = 8 << 20
-"""A connection is not read from while this many bytes from it are queued for one other rank ..."""
-
+BLOCK_BYTES = 8 << 20  # a connection is not read from while this many bytes from it are queued for one other rank
 _UNBLOCK_BYTES = 4 << 20  # ... until no more than this many are left
 
 _BLOCKED_SECONDS = 0.05
@@ -201,7 +199,8 @@ class IoLoop:
         """Read the data that is there, frame by frame, up to the budget; False if no more is there now."""
         budget = _READ_BUDGET
         try:
-            while self._may_read(link) and (budget > 0 or link.has_read_ahead):
+            # Without epoll no connection is ever blocked, for its end could not be seen meanwhile.
+            while (link.blocked_by is None or self._ends is None) and (budget > 0 or link.has_read_ahead):
                 if link.frame is None:
                     count = link.read_into(link.header[link.num_header :])
                     link.num_header += count
@@ -228,12 +227,6 @@ class IoLoop:
         except OSError as error:
             self.end(link, f"its connection broke ({error.strerror or error})")
         return link in self._links
-
-    def _may_read(self, link: FramedConnection) -> bool:
-        """Return whether a connection is not blocked. Without epoll none ever is: its end could not be seen
-        meanwhile.
-        """
-        return link.blocked_by is None or self._ends is None
 
     def _begin(self, link: FramedConnection) -> None:
         link.num_header = link.num_read = 0

@@ -2,18 +2,16 @@
 
 A frame is a header of 60 bytes, an authentication tag, and up to `MAX_PAYLOAD` bytes. The tag proves that it is the
 next frame of the peer (see [Note: session keys] in `rendezvous/session.py`). It covers header and payload, but only the
-header of large pieces of tensors and messages, for which computing it would take longer than sending them.
-
-A message of up to `EAGER_LIMIT` bytes is one EAGER frame. A larger one is an OFFER, answered by a GRANT when the other
-rank has a buffer, then DATA frames in order; the sender may take it back with WITHDRAW at any time before the last one.
+header of large pieces of tensors and messages, for which computing it would take longer than sending them. Frames of
+messages are described in [Note: message frames].
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from enum import IntEnum
+from typing import NamedTuple
 
+from ferrodist.backends.frame_type import FrameType
 from ferrodist.backends.mailbox import EAGER_LIMIT
 from ferrodist.backends.tags import Channel, channel_of_tag
 from ferrodist.errors import ProtocolError
@@ -29,8 +27,7 @@ would take several times as long as the transfer."""
 
 _USERS_CHANNELS = frozenset({Channel.BYTES, Channel.DATA, Channel.TENSOR_PAYLOAD})
 
-MAX_MESSAGE = 1 << 48
-"""Maximum size of a message in bytes."""
+MAX_MESSAGE = 1 << 48  # maximum size of a message in bytes
 
 # magic, version, kind, padding, payload length, source, destination, message, group, tag, message size, offset
 _HEADER = struct.Struct("<2sBBIIIIQQQQQ")
@@ -38,38 +35,17 @@ _MAGIC = b"fd"
 
 HEADER_SIZE = _HEADER.size
 
-
-class FrameType(IntEnum):
-    """The type of a frame."""
-
-    EAGER = 1  # a whole message
-    OFFER = 2  # a large message exists
-    GRANT = 3  # ... and may come
-    DATA = 4  # ... a piece of it
-    WITHDRAW = 5  # ... and will not be completed
-    ABORT = 6  # the group has failed: payload says why
-    LEFT = 7  # the source has closed its handle on the group
-    DIED = 8  # the source's connection ended without LEFT (only from rank 0)
-    READY = 9  # all ranks are connected (only from rank 0)
-    PING = 10  # the source asks for a PONG
-    PONG = 11  # the source is there
-
-
-URGENT = frozenset({FrameType.GRANT, FrameType.ABORT, FrameType.DIED, FrameType.PING, FrameType.PONG})
-"""Types of frames that may overtake others on their connection."""
-
 _OF_MESSAGES = frozenset({FrameType.EAGER, FrameType.DATA})
 _WITH_PAYLOAD = frozenset({FrameType.EAGER, FrameType.DATA, FrameType.ABORT})
 
 
-@dataclass(slots=True, kw_only=True)
-class Frame:
-    """A frame's header."""
+class Frame(NamedTuple):
+    """A frame's header; the fields are in the order of the wire."""
 
     kind: FrameType
-    source: int
-    destination: int  # rank 0 relays frames for other ranks
     length: int = 0  # size of the payload in bytes
+    source: int = 0
+    destination: int = 0  # rank 0 relays frames for other ranks
     message: int = 0  # the source's id of the message
     group: int = 0  # upper half of the message's tag
     tag: int = 0  # lower half of the message's tag
@@ -84,27 +60,13 @@ class Frame:
 
     def pack(self) -> bytes:
         """Encode the header."""
-        return _HEADER.pack(
-            _MAGIC,
-            WIRE_VERSION,
-            self.kind,
-            0,
-            self.length,
-            self.source,
-            self.destination,
-            self.message,
-            self.group,
-            self.tag,
-            self.size_bytes,
-            self.offset,
-        )
+        return _HEADER.pack(_MAGIC, WIRE_VERSION, self.kind, 0, *self[1:])
 
     @staticmethod
     def unpack(data: memoryview, world_size: int) -> Frame:
         """Decode a header; ProtocolError if no rank of this version, in a group of this size, writes such a one."""
-        magic, version, kind, zero, length, source, destination, message, group, tag, size, offset = _HEADER.unpack(
-            data
-        )
+        magic, version, kind, zero, *fields = _HEADER.unpack(data)
+        length, source, destination, *_, size, offset = fields
         if magic != _MAGIC or zero != 0:
             raise ProtocolError("bytes that are not a frame")
         if version != WIRE_VERSION:
@@ -121,14 +83,4 @@ class Frame:
             raise ProtocolError(f"an EAGER frame with {length} bytes of a message of {size}")
         if known is FrameType.DATA and not (length > 0 and offset + length <= size):
             raise ProtocolError(f"a DATA frame with bytes {offset} to {offset + length} of a message of {size}")
-        return Frame(
-            kind=known,
-            source=source,
-            destination=destination,
-            length=length,
-            message=message,
-            group=group,
-            tag=tag,
-            size_bytes=size,
-            offset=offset,
-        )
+        return Frame(known, *fields)

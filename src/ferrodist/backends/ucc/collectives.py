@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from ferrodist.backends.engine import DataPlane
+from ferrodist.backends.engine import Block, DataPlane
 from ferrodist.backends.polling import Backoff, wait_until
 from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.tags import Channel, channel_tag
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.engine import Block
     from ferrodist.backends.request import Request
     from ferrodist.backends.ucc.team import Team, Transfer
 
@@ -59,7 +58,6 @@ class UccDataPlane(DataPlane):
         self._ucc_lock = threading.Lock()
         self._num_waiting = 0
         self._farewells: dict[int, int] = {}
-        self._error: UccError | None = None
         self._is_leaving = False
         self._is_stopped = threading.Event()
         self.sequencer = Sequencer(self._has_failed, first)
@@ -195,18 +193,13 @@ class UccDataPlane(DataPlane):
             if self._num_waiting:  # waiting threads call UCC
                 seconds = _MIN_POLL_INTERVAL_SECONDS
             else:
-                with self._ucc_lock:
-                    self._progress()
-                if self._error is not None:
-                    self._abort_for(self._error, self._departure_watch())
+                try:
+                    with self._ucc_lock:
+                        self._team.progress()
+                except UccError as error:
+                    self._abort_for(error, self._departure_watch())
         if self._is_leaving:
             self._destroy()
-
-    def _progress(self) -> None:
-        try:
-            self._team.progress()
-        except UccError as error:
-            self._error = error
 
     def _destroy(self) -> None:
         backoff = Backoff()
@@ -217,7 +210,7 @@ class UccDataPlane(DataPlane):
             self._team.destroy_context()
 
     def leave(self, timeout: float) -> None:
-        """Destroy the team, for at most ``timeout`` seconds, and tell the others how many collectives this rank ended.
+        """Destroy the team, for at most ``timeout`` seconds, and send the others the number of collectives ended here.
 
         A team that has failed, or has pending transfers, is left as it is.
         """

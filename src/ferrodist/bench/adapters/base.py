@@ -1,38 +1,85 @@
-"""The interface of a library to the worker."""
+"""The interface of a library to the worker: its arrays, its calls, and the adapter of the limit.
+
+Arrays are one-dimensional; the workload writes and checks them, and slices share their memory.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ferrodist.bench.cases import Case, DataType, Operation
+from ferrodist.bench.channel import FileBarrier
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from ferrodist.bench.adapters.arrays import Arrays
-    from ferrodist.bench.cases import Case, Operation
+
+ALIGNMENT_BYTES = 64  # every array begins at a multiple of this, a cache line, in every library
+
+
+class Arrays:
+    """The functions on a library's arrays."""
+
+    empty: Callable[[int, DataType], Any]  # an aligned array of so many elements, with arbitrary content
+    from_values: Callable[[Sequence[float], DataType], Any]  # an array of values that float32 can hold
+    scale: Callable[[Any, float, float, DataType], Any]  # (values + plus) * factor of float32 values, which is exact
+    are_equal: Callable[[Any, Any], bool]  # whether two arrays hold the same values
+    multiply: Callable[[Any, Any, Any], object]  # writes the product of two matrices into a third
+
+
+class TorchArrays(Arrays):
+    """Torch tensors on a device; torch aligns by itself."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        import torch  # noqa: PLC0415
+
+        dtypes = {dtype: getattr(torch, dtype.value) for dtype in DataType}
+        self.empty = lambda num_elements, dtype: torch.empty(num_elements, dtype=dtypes[dtype], device=device)
+        self.from_values = lambda values, dtype: torch.tensor(values, dtype=dtypes[dtype], device=device)
+        self.scale = lambda values, plus, factor, dtype: ((values + plus) * factor).to(dtypes[dtype])
+        self.are_equal = torch.equal
+        self.multiply = lambda left, right, out: torch.mm(left, right, out=out)
+
+
+class NumpyArrays(Arrays):
+    """NumPy arrays; bfloat16, which NumPy lacks, as its bits."""
+
+    def __init__(self) -> None:
+        import numpy as np  # noqa: PLC0415
+
+        def empty(num_elements: int, dtype: DataType) -> Any:
+            size_bytes = num_elements * dtype.size_bytes
+            raw = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
+            begin = -raw.ctypes.data % ALIGNMENT_BYTES
+            return raw[begin : begin + size_bytes].view("uint16" if dtype is DataType.BFLOAT16 else dtype.value)
+
+        def narrow(values: Any, dtype: DataType) -> Any:
+            if dtype is DataType.BFLOAT16:  # exact ones only
+                return (values.view(np.uint32) >> 16).astype(np.uint16)
+            return values.astype(dtype.value)
+
+        self.empty, self.are_equal = empty, np.array_equal
+        self.from_values = lambda values, dtype: narrow(np.array(values, np.float32), dtype)
+        self.scale = lambda values, plus, factor, dtype: narrow((values + np.float32(plus)) * np.float32(factor), dtype)
+        self.multiply = lambda left, right, out: np.matmul(left, right, out=out)
 
 
 class UnsupportedError(Exception):
     """The library does not offer an operation; the message says why."""
 
-    def __init__(self, reason: str = "it has no such operation") -> None:
-        super().__init__(reason)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """A rank of a peer, and where it meets the others.
+    """A rank of a peer, and where it meets the others."""
 
-    MPI ranks learn their rank from the library instead. ``folder``, the peer's own and empty at first, is for the files
-    of the rendezvous. ``address`` is the rendezvous "host:port" of ranks on several hosts; None on one host, where a
-    file does.
-    """
-
-    rank: int
+    rank: int  # MPI ranks learn theirs from the library instead
     num_ranks: int
-    folder: Path
-    address: str | None = None
+    folder: Path  # the peer's own and empty at first, for the files of the rendezvous
+    address: str | None = None  # the rendezvous "host:port" of ranks on several hosts; on one host a file does
 
     @property
     def init_method(self) -> str:
@@ -41,7 +88,7 @@ class RankInfo:
 
 
 class Adapter:
-    """One rank of a group of one library. Methods that are not overridden are operations that the library lacks."""
+    """One rank of a group of one library, with the library's own calls; those of ``unsupported`` may be absent."""
 
     rank: int
     num_ranks: int
@@ -50,8 +97,20 @@ class Adapter:
     copies: ClassVar[bool] = False  # whether every operation is a copy of the input: true for the limit
     unsupported: ClassVar[Mapping[Operation, str]] = {}  # operations that the library lacks, with the reasons
 
+    barrier: Callable[[], object]  # of all ranks
+    init_group: Callable[[str], object]  # creates the default group, at an init method
+    destroy_group: Callable[[], object]  # ends the default group
+    new_group: Callable[[], Any]  # creates another group of all ranks
+    destroy_subgroup: Callable[[Any], object]
+    allreduce: Callable[[Any, Any], object]  # in place, over a group that `new_group` has created or the default (None)
+    wait: Callable[[Any], object]  # for a work that `make_start`'s callable has started
+
     def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
         """A callable for the operation, in place if ``target`` is ``source``; UnsupportedError if the library can't."""
+        raise NotImplementedError
+
+    def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
+        """A callable that starts an allreduce in place, and returns a work for `wait`."""
         raise NotImplementedError
 
     def make_exchange(
@@ -72,42 +131,35 @@ class Adapter:
 
         return ping if self.rank == 0 else pong
 
-    def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
-        """A callable that starts an allreduce in place, and returns a work for `wait`."""
-        raise UnsupportedError
-
-    def wait(self, work: Any) -> None:
-        """Wait for a work that `make_start`'s callable has started."""
-        raise UnsupportedError
-
     def synchronize(self) -> None:
         """Wait for this rank's part of earlier calls, where calls return before: they do on GPUs."""
-        return
-
-    def barrier(self) -> None:
-        """Wait for all ranks, by the library's own barrier."""
-        raise NotImplementedError
-
-    def init_group(self, init_method: str) -> None:
-        """Create the default group."""
-        raise UnsupportedError
-
-    def destroy_group(self) -> None:
-        """End the default group."""
-        raise UnsupportedError
-
-    def new_group(self) -> Any:
-        """Create another group of all ranks."""
-        raise UnsupportedError
-
-    def allreduce(self, array: Any, group: Any) -> None:
-        """Sum an array in place, over a group that `new_group` has created or the default group (None)."""
-        raise UnsupportedError
-
-    def destroy_subgroup(self, group: Any) -> None:
-        """End a group that `new_group` has created."""
-        raise UnsupportedError
 
     def close(self) -> None:
         """Leave the group for good."""
         self.destroy_group()
+
+
+class MemoryCopyAdapter(Adapter):
+    """The limit: all ranks copy as many bytes as a rank's tensor has, each its own, at the same time."""
+
+    copies = True
+    unsupported: ClassVar[Mapping[Operation, str]] = {
+        Operation.BARRIER: "a barrier moves no bytes",
+        Operation.SUBMIT: "a copy starts at once",
+        Operation.OVERLAP: "a copy and a computation of one thread follow each other",
+        Operation.INIT: "copies need no group",
+        Operation.NEW_GROUP: "copies need no group",
+    }
+
+    def __init__(self, info: RankInfo) -> None:
+        self.arrays: Arrays = NumpyArrays()
+        self.rank, self.num_ranks = info.rank, info.num_ranks
+        self.versions = {"libc": " ".join(platform.libc_ver())}
+        barrier = FileBarrier(info.folder / "counters", info.rank, info.num_ranks)
+        self.barrier, self.destroy_group = barrier.wait, barrier.close
+
+    def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
+        # For a round trip of messages, too, each rank copies one message.
+        memmove, size_bytes = ctypes.memmove, case.num_elements * case.dtype.size_bytes  # libc's, without the GIL
+        to, from_ = ctypes.c_void_p(target.ctypes.data), ctypes.c_void_p(source.ctypes.data)
+        return lambda: memmove(to, from_, size_bytes)

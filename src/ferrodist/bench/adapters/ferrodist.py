@@ -11,9 +11,8 @@ import ferrodist as fd
 from ferrodist.backends.mpi.runtime import library_version
 from ferrodist.backends.nccl.communicator import load_nccl
 from ferrodist.backends.ucc.bindings import load as load_ucc
-from ferrodist.bench.adapters.arrays import Arrays, TorchArrays
-from ferrodist.bench.adapters.base import Adapter
-from ferrodist.bench.cases import OURS, Case, DataType, Operation, Peer
+from ferrodist.bench.adapters.base import Adapter, Arrays, TorchArrays
+from ferrodist.bench.cases import Case, DataType, Operation, Peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,8 +25,9 @@ _SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 class SymmetricArrays(TorchArrays):
     """Torch tensors in memory that all ranks share; all ranks allocate the same, in the same order."""
 
-    def empty(self, num_elements: int, dtype: DataType) -> Any:
-        return fd.empty_symmetric((num_elements,), self._dtypes[dtype])
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = lambda num_elements, dtype: fd.empty_symmetric((num_elements,), getattr(torch, dtype.value))
 
 
 class FerrodistAdapter(Adapter):
@@ -36,8 +36,12 @@ class FerrodistAdapter(Adapter):
     def __init__(self, peer: Peer, info: RankInfo) -> None:
         torch.set_num_threads(1)
         self.arrays: Arrays = SymmetricArrays() if peer is Peer.NATIVE_SYMMETRIC else TorchArrays()
-        self.rank, self.num_ranks = info.rank, info.num_ranks
-        self._backend = OURS[peer]
+        self.rank, self.num_ranks, self._backend = info.rank, info.num_ranks, peer.backend
+        self.barrier, self.new_group, self.destroy_group = fd.barrier, fd.new_group, fd.destroy_process_group
+        self.destroy_subgroup = lambda group: group.close()
+        self.allreduce = lambda array, group: fd.allreduce(array, out=array, group=group)
+        self.wait = lambda work: work.wait()
+        self.init_group = self._init_group
         self.init_group(info.init_method)
         self.rank = fd.default_group().rank  # MPI assigns its ranks itself
         self.versions = {"ferrodist": fd.__version__, "torch": str(torch.__version__)}
@@ -59,32 +63,13 @@ class FerrodistAdapter(Adapter):
         return calls[case.operation]
 
     def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
-        assert case.operation.is_allreduce
         return lambda: fd.async_allreduce(source, out=target)
 
-    def wait(self, work: fd.PendingCollective[torch.Tensor]) -> None:
-        work.wait()
-
-    def barrier(self) -> None:
-        fd.barrier()
-
-    def init_group(self, init_method: str) -> None:
+    def _init_group(self, init_method: str) -> None:
         if self._backend == "mpi":
             fd.init_process_group("mpi", world_size=self.num_ranks)
-            return
-        fd.init_process_group(self._backend, rank=self.rank, world_size=self.num_ranks, init_method=init_method)
-
-    def destroy_group(self) -> None:
-        fd.destroy_process_group()
-
-    def new_group(self) -> fd.SubBackend:
-        return fd.new_group()
-
-    def allreduce(self, array: Any, group: fd.Backend | None) -> None:
-        fd.allreduce(array, out=array, group=group)
-
-    def destroy_subgroup(self, group: fd.Backend) -> None:
-        group.close()
+        else:
+            fd.init_process_group(self._backend, rank=self.rank, world_size=self.num_ranks, init_method=init_method)
 
 
 class NcclAdapter(FerrodistAdapter):
@@ -102,8 +87,9 @@ class NcclAdapter(FerrodistAdapter):
         self.versions["library"] = version
         self.allreduce(self.arrays.from_values([1.0], DataType.FLOAT32), None)  # connects the ranks, or fails now
         self.synchronize()
+        self.wait = self._wait
 
-    def wait(self, work: fd.PendingCollective[torch.Tensor]) -> None:
+    def _wait(self, work: fd.PendingCollective[torch.Tensor]) -> None:
         work.wait()
         self.synchronize()
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ferrodist.bench.adapters.arrays import Arrays, TorchArrays
-from ferrodist.bench.adapters.base import Adapter
+from ferrodist.bench.adapters.base import Adapter, Arrays, TorchArrays
 from ferrodist.bench.cases import Case, Operation
 
 if TYPE_CHECKING:
@@ -24,8 +23,15 @@ class GlooAdapter(Adapter):
         torch.set_num_threads(1)
         self.arrays: Arrays = TorchArrays()
         self.rank, self.num_ranks = info.rank, info.num_ranks
-        self.init_group(info.init_method)
         self.versions = {"torch": str(torch.__version__)}
+        self.barrier, self.new_group = dist.barrier, dist.new_group
+        self.destroy_group = self.destroy_subgroup = dist.destroy_process_group
+        self.allreduce = lambda array, group: dist.all_reduce(array, group=group)
+        self.wait = lambda work: work.wait()
+        self.init_group = lambda init_method: dist.init_process_group(
+            "gloo", init_method=init_method, rank=self.rank, world_size=self.num_ranks
+        )
+        self.init_group(info.init_method)
 
     def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
         # Torch renamed both in 2.13.
@@ -43,27 +49,4 @@ class GlooAdapter(Adapter):
         return calls[case.operation]
 
     def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
-        assert case.operation.is_allreduce
-        assert source is target
         return lambda: dist.all_reduce(source, async_op=True)
-
-    def wait(self, work: dist.Work) -> None:
-        work.wait()
-
-    def barrier(self) -> None:
-        dist.barrier()
-
-    def init_group(self, init_method: str) -> None:
-        dist.init_process_group("gloo", init_method=init_method, rank=self.rank, world_size=self.num_ranks)
-
-    def destroy_group(self) -> None:
-        dist.destroy_process_group()
-
-    def new_group(self) -> Any:
-        return dist.new_group()
-
-    def allreduce(self, array: Any, group: Any) -> None:
-        dist.all_reduce(array, group=group)
-
-    def destroy_subgroup(self, group: Any) -> None:
-        dist.destroy_process_group(group)

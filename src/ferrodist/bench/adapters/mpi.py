@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import mpi4py
 
-from ferrodist.bench.adapters.arrays import Arrays, NumpyArrays
-from ferrodist.bench.adapters.base import Adapter, UnsupportedError
-from ferrodist.bench.cases import Case, DataType, Operation
+from ferrodist.bench.adapters.base import Adapter, Arrays, NumpyArrays, UnsupportedError
+from ferrodist.bench.cases import REDUCTIONS, Case, DataType, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ class MpiAdapter(Adapter):
     }
 
     def __init__(self, peer: Peer) -> None:
-        mpi4py.rc.thread_level = peer.thread_level
+        mpi4py.rc.thread_level = "single" if peer.value.endswith("-single") else "multiple"
         from mpi4py import MPI  # noqa: PLC0415 - starts MPI
 
         self._mpi, self._world = MPI, MPI.COMM_WORLD
@@ -37,13 +36,17 @@ class MpiAdapter(Adapter):
             "library": " ".join(MPI.Get_library_version().strip("\0 \n").splitlines()[0].split(",")[0].split()),
             "thread level": _THREAD_LEVELS[MPI.Query_thread()],
         }
+        self.barrier, self.new_group = self._world.Barrier, self._world.Dup
+        self.destroy_group = lambda: None  # mpi4py ends MPI when the interpreter ends
+        self.destroy_subgroup = lambda group: group.Free()
+        self.allreduce = lambda array, group: group.Allreduce(MPI.IN_PLACE, array)
+        self.wait = lambda work: work.Wait()
         self._dtypes = {DataType.FLOAT32: MPI.FLOAT, DataType.FLOAT16: getattr(MPI, "FLOAT16_T", MPI.DATATYPE_NULL)}
 
     def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
         world = self._world
         if case.operation is Operation.BARRIER:
-            barrier: Callable[[], object] = world.Barrier
-            return barrier
+            return self.barrier
         send, receive, in_place = self._buffer(case, source), self._buffer(case, target), self._mpi.IN_PLACE
         # Where ranks have parts, the counts are those of one part, and mpi4py works them out from the arrays.
         send_parts, receive_parts = send[0::2], receive[0::2]
@@ -58,33 +61,14 @@ class MpiAdapter(Adapter):
         return calls[case.operation]
 
     def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
-        assert source is target
         world, in_place, receive = self._world, self._mpi.IN_PLACE, self._buffer(case, target)
         return lambda: world.Iallreduce(in_place, receive)
-
-    def wait(self, work: Any) -> None:
-        work.Wait()
-
-    def barrier(self) -> None:
-        self._world.Barrier()
-
-    def new_group(self) -> Any:
-        return self._world.Dup()
-
-    def allreduce(self, array: Any, group: Any) -> None:
-        group.Allreduce(self._mpi.IN_PLACE, array)
-
-    def destroy_subgroup(self, group: Any) -> None:
-        group.Free()
-
-    def close(self) -> None:
-        pass  # mpi4py ends MPI when the interpreter ends
 
     def _buffer(self, case: Case, array: Any) -> tuple[Any, ...]:
         """An array with its count and datatype, so that mpi4py need not find them at each call."""
         datatype = self._dtypes.get(case.dtype, self._mpi.DATATYPE_NULL)
         if datatype == self._mpi.DATATYPE_NULL:
-            if case.operation.reduces:
+            if case.operation in REDUCTIONS:
                 raise UnsupportedError(f"this MPI adds no {case.dtype.value}")
             datatype = self._mpi.UINT16_T
         return array, len(array), datatype

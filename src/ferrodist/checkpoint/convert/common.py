@@ -10,23 +10,23 @@ import contextlib
 import os
 import tempfile
 from dataclasses import dataclass
+from itertools import count
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ferrodist.checkpoint.format.coverage import covers_once
-from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
-from ferrodist.checkpoint.format.manifest import MAX_DIMS, FileEntry, Manifest, ShardEntry, TensorEntry
-from ferrodist.checkpoint.format.tree import Encoder, map_children, split_node
+from ferrodist.checkpoint.format.manifest import MAX_DIMS, FileEntry, Manifest, ShardEntry, TensorEntry, covers_once
+from ferrodist.checkpoint.format.safetensors import dtype_from_name, dtype_name
+from ferrodist.checkpoint.format.tree import map_children, split_node
 from ferrodist.checkpoint.load_plan import LoadPlanner
-from ferrodist.checkpoint.reader import CheckpointReader
-from ferrodist.checkpoint.retention import read_manifest
-from ferrodist.checkpoint.shard_metadata import ShardMetadata
-from ferrodist.checkpoint.storage import open_storage
+from ferrodist.checkpoint.reader import CheckpointReader, read_manifest
+from ferrodist.checkpoint.state import Encoder
+from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.checkpoint.tools.reshard import (
     ROW_BLOCK_BYTES,
+    ProgressCallback,
     ProgressCounter,
     RewriteOptions,
     RewriteSource,
@@ -41,21 +41,16 @@ from ferrodist.wording import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ferrodist.checkpoint.storage.base import Storage
-    from ferrodist.checkpoint.tools.reshard import ProgressCallback
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileShard:
-    """A box of a tensor, row-major in a file."""
+class FileShard(NamedTuple):
+    """A box of a tensor, row-major in a file from byte ``start`` on."""
 
     box: Box
     file: str
     start: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LazyShard:
+class LazyShard(NamedTuple):
     """A box of a tensor that is loaded whole when it is needed."""
 
     box: Box
@@ -86,23 +81,18 @@ def conversion_errors(where: str) -> Iterator[None]:
     except (OSError, EOFError) as error:
         raise DistCheckpointError(f"{where} can't be read: {error}") from error
     except Exception as error:
-        raise DistCheckpointError(f"{where} can't be made a checkpoint: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise DistCheckpointError(f"{where} can't be made a checkpoint: {first_line}") from error
 
 
 def import_folder(
     storage: Storage, new_storage: Storage, read_state: Callable[[Storage], Any], options: RewriteOptions | None
 ) -> None:
     """Write the state of a folder in another format as a checkpoint."""
-    try:
+    with contextlib.closing(storage):
         with conversion_errors(storage.url):
             source = make_rewrite_source(read_state(storage), storage)
         rewrite(source, new_storage, options or RewriteOptions())
-    finally:
-        storage.close()
 
 
 def make_rewrite_source(state: Any, storage: Storage) -> RewriteSource:
@@ -142,12 +132,11 @@ def _check_whole(key: str, tensor: ExternalTensor, where: str) -> None:
     ranks = {len(box.shape) for box in boxes} | {len(box.offsets) for box in boxes}
     if ranks - {len(tensor.shape)} or any(whole.intersect(box) != box for box in boxes):
         raise DistCheckpointError(f"{where}: a part of tensor {key!r} is outside of its shape {tensor.shape}")
-    found = sum(box.numel for box in boxes)
-    if found != prod(tensor.shape):
+    found, wanted = sum(box.numel for box in boxes), whole.numel
+    if found != wanted:
         raise DistCheckpointError(
             f"{where}: the parts of tensor {key!r} have {counted(found, 'element')} together, and its shape"
-            f" {tensor.shape}"
-            f" {prod(tensor.shape)}"
+            f" {tensor.shape} {wanted}"
         )
     if not covers_once(((box.offsets, box.shape) for box in boxes), tensor.shape):
         raise DistCheckpointError(f"{where}: the parts of tensor {key!r} overlap, or are not all of it")
@@ -190,32 +179,25 @@ class _ExternalSource:
 
 def _manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Manifest:
     """Return a manifest of file shards, without hashes."""
-    parts = [part for each in tensors.values() for part in each.parts if isinstance(part, FileShard)]
-    names = list(dict.fromkeys(part.file for part in parts))
-    files = []
-    for name in names:
-        try:
-            size = storage.size_bytes(name)
-        except FileNotFoundError:
-            raise DistCheckpointError(f"{storage.url}/{name} is missing") from None
-        files.append(FileEntry(name=name, size_bytes=size, header_bytes=0, header_hash=""))
-    indices = {name: index for index, name in enumerate(names)}
-    entries = {}
+    indices: dict[str, int] = {}
+    files: list[FileEntry] = []
+    found = {}
     for key, each in tensors.items():
         itemsize = dtype_from_name(each.dtype).itemsize
-        shards = [
-            ShardEntry(
-                offsets=part.box.offsets,
-                shape=part.box.shape,
-                file=indices[part.file],
-                start=part.start,
-                stop=part.start + part.box.numel * itemsize,
-                hashes=[],
+        shards = []
+        for box, name, start in each.parts:  # type: ignore[misc] # all are file shards
+            if name not in indices:
+                try:
+                    size = storage.size_bytes(name)
+                except FileNotFoundError:
+                    raise DistCheckpointError(f"{storage.url}/{name} is missing") from None
+                indices[name] = len(files)
+                files.append(FileEntry(name=name, size_bytes=size, header_bytes=0, header_hash=""))
+            file, stop = indices[name], start + box.numel * itemsize
+            shards.append(
+                ShardEntry(offsets=box.offsets, shape=box.shape, file=file, start=start, stop=stop, hashes=[])
             )
-            for part in each.parts
-            if isinstance(part, FileShard)
-        ]
-        entries[key] = TensorEntry(shape=each.shape, dtype=each.dtype, placement="", shards=shards)
+        found[key] = TensorEntry(shape=each.shape, dtype=each.dtype, placement="", shards=shards)
     return Manifest(
         save_id="",
         created_ns=0,
@@ -223,7 +205,7 @@ def _manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Man
         world_size=1,
         block_bytes=BLOCK_BYTES,
         files=files,
-        tensors=entries,
+        tensors=found,
         tree=None,
     )
 
@@ -241,46 +223,39 @@ def materialize(
     NumPy arrays and numbers become tensors and Python's numbers, and `PerRank` values a dict by rank, since readers of
     other formats support no more. DistCheckpointError: the checkpoint is damaged, or the folder can't be written.
     """
-    storage = open_storage(path, storage_options)
-    try:
+    with contextlib.closing(open_storage(path, storage_options)) as storage:
         manifest = read_manifest(storage)
         try:
             scratch = tempfile.TemporaryDirectory(prefix=".ferrodist-", dir=scratch_folder)
         except OSError as error:
             raise DistCheckpointError(f"{scratch_folder} can't be written: {error}") from error
         with scratch as folder:
-            names = iter(range(len(manifest.tensors)))
+            names = count()
 
             def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-                return _mmap_tensor(Path(folder) / str(next(names)), shape, dtype)
+                size = prod(shape)
+                if not size:
+                    return torch.empty(shape, dtype=dtype, device="cpu")
+                file = Path(folder) / str(next(names))
+                with file.open("wb") as opened:
+                    # Fails on a full disk, where writing to a sparse mapped file would kill the process.
+                    os.posix_fallocate(opened.fileno(), 0, size * dtype.itemsize)
+                return torch.from_file(str(file), shared=True, size=size, dtype=dtype, device="cpu").view(shape)
 
-            planner = LoadPlanner(manifest, 0, 1, ShardMetadata(num_ranks=1), make=make)
+            planner = LoadPlanner(manifest, 0, 1, make=make)
             try:
                 build = planner.decode(_portable_tree(manifest.tree))
             except OSError as error:
                 raise DistCheckpointError(f"{scratch_folder} has no room for the tensors: {error}") from error
             reader = CheckpointReader(storage, manifest, verify=True)
             sizes = {key: dtype_from_name(manifest.tensors[key].dtype).itemsize for key, _, _ in planner.targets}
-            progress_meter = ProgressCounter(
-                sum(tensor.numel() * sizes[key] for key, tensor, _ in planner.targets), progress
-            )
+            total = sum(tensor.numel() * sizes[key] for key, tensor, _ in planner.targets)
+            progress_meter = ProgressCounter(total, progress)
             for key, tensor, _ in planner.targets:
                 for rows in row_blocks(tuple(tensor.shape), ROW_BLOCK_BYTES // sizes[key]):
                     reader.read_box(key, rows, rows.take(tensor))
                     progress_meter.add(rows.numel * sizes[key])
             yield build()
-    finally:
-        storage.close()
-
-
-def _mmap_tensor(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in a new memory-mapped file."""
-    if not prod(shape):
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    with file.open("wb") as opened:
-        # Fails on a full disk, where writing to a sparse mapped file would kill the process.
-        os.posix_fallocate(opened.fileno(), 0, prod(shape) * dtype.itemsize)
-    return torch.from_file(str(file), shared=True, size=prod(shape), dtype=dtype, device="cpu").view(shape)
 
 
 def _portable_tree(node: Any) -> Any:

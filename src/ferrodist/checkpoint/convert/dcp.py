@@ -10,15 +10,14 @@ import io
 import os
 import shutil
 import warnings
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
-from typing_extensions import override
+from typing_extensions import Buffer, override
 
 from ferrodist.checkpoint.convert.common import (
     ExternalTensor,
@@ -30,12 +29,12 @@ from ferrodist.checkpoint.convert.common import (
 )
 from ferrodist.checkpoint.convert.pickle_reader import Global, PickledCall, PickledDict, check_expansion, read_pickle
 from ferrodist.checkpoint.convert.torch_pickle import load_checked
-from ferrodist.checkpoint.format.dtypes import dtype_name
 from ferrodist.checkpoint.format.manifest import MAX_DIMS
+from ferrodist.checkpoint.format.safetensors import dtype_name
 from ferrodist.checkpoint.format.tree import check_collisions
-from ferrodist.checkpoint.retention import DCP_METADATA_NAME as METADATA_NAME
-from ferrodist.checkpoint.retention import describe_foreign_format
-from ferrodist.checkpoint.storage import open_storage
+from ferrodist.checkpoint.reader import DCP_METADATA_NAME as METADATA_NAME
+from ferrodist.checkpoint.reader import describe_foreign_format
+from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 from ferrodist.torch_private.tensors import checkpoint_offset
@@ -44,9 +43,6 @@ from ferrodist.wording import with_article
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from typing_extensions import Buffer
-
-    from ferrodist.checkpoint.storage.base import Storage
     from ferrodist.checkpoint.tools.reshard import ProgressCallback, RewriteOptions
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -69,8 +65,7 @@ _ALLOWED_GLOBALS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DcpTensor:
+class DcpTensor(NamedTuple):
     """A tensor's shape, dtype and chunks."""
 
     shape: tuple[int, ...]
@@ -78,8 +73,7 @@ class DcpTensor:
     chunks: tuple[Box, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DcpItem:
+class DcpItem(NamedTuple):
     """The position of a chunk or a value."""
 
     name: str
@@ -89,13 +83,12 @@ class DcpItem:
     transforms: tuple[str, ...] = ()
 
 
-@dataclass(slots=True, kw_only=True)
-class DcpMetadata:
+class DcpMetadata(NamedTuple):
     """The contents of a folder."""
 
-    tensors: dict[str, DcpTensor | None] = field(default_factory=dict)
-    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
-    items: dict[tuple[str, tuple[int, ...] | None], DcpItem] = field(default_factory=dict)
+    tensors: dict[str, DcpTensor | None]
+    paths: dict[str, tuple[str | int, ...]]
+    items: dict[tuple[str, tuple[int, ...] | None], DcpItem]
 
 
 def decode_metadata(data: bytes) -> DcpMetadata:
@@ -104,19 +97,16 @@ def decode_metadata(data: bytes) -> DcpMetadata:
         value = read_pickle(io.BytesIO(data), len(data), _check_allowed)
         check_expansion(value, len(data))  # chunks that many tensors share are made for each
         fields = _fields(value, "Metadata")
-        found = DcpMetadata()
-        for name, node in _str_keyed(fields.get("state_dict_metadata")).items():
-            found.tensors[name] = _tensor(node)
+        tensors = {name: _tensor(node) for name, node in _str_keyed(fields.get("state_dict_metadata")).items()}
+        paths = {}
         if isinstance(fields.get("planner_data"), PickledDict):  # otherwise another planner's
-            for name, path in _str_keyed(fields["planner_data"]).items():
-                found.paths[name] = _path(path)
-        if fields.get("storage_data") is not None:
-            pairs = _pairs(fields["storage_data"])
-            keys = check_collisions(_index(key) for key, _ in pairs)
-            found.items = {key: _item(key[0], node) for key, (_, node) in zip(keys, pairs, strict=True)}
+            paths = {name: _path(path) for name, path in _str_keyed(fields["planner_data"]).items()}
+        pairs = [] if fields.get("storage_data") is None else _pairs(fields["storage_data"])
+        keys = check_collisions(_index(key) for key, _ in pairs)
+        items = {key: _item(key[0], node) for key, (_, node) in zip(keys, pairs, strict=True)}
     except ValueError as error:
         raise ValueError(f"{METADATA_NAME} is not what torch.distributed.checkpoint writes: {error}") from error
-    return found
+    return DcpMetadata(tensors, paths, items)
 
 
 def _check_allowed(found: Global) -> None:
@@ -143,7 +133,7 @@ def _tensor(node: Any) -> DcpTensor | None:
         raise ValueError("it has a tensor of another layout than torch.strided")
     chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in _expect(fields.get("chunks"), list)]
     boxes = tuple(Box(_sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))) for chunk in chunks)
-    return DcpTensor(shape=_sizes(fields.get("size")), dtype=dtype, chunks=boxes)
+    return DcpTensor(_sizes(fields.get("size")), dtype, boxes)
 
 
 def _index(node: Any) -> tuple[str, tuple[int, ...] | None]:
@@ -156,14 +146,10 @@ def _index(node: Any) -> tuple[str, tuple[int, ...] | None]:
 def _item(name: str, node: Any) -> DcpItem:
     fields = _fields(node, "_StorageInfo")
     transforms = fields.get("transform_descriptors")
-    transforms = () if transforms is None else transforms
-    return DcpItem(
-        name=name,
-        file=_expect(fields.get("relative_path"), str),
-        offset=_expect(fields.get("offset"), int),
-        length=_expect(fields.get("length"), int),
-        transforms=tuple(_expect(each, str) for each in _expect(transforms, (list, tuple))),
-    )
+    names = () if transforms is None else _expect(transforms, (list, tuple))
+    offset, length = (_expect(fields.get(field), int) for field in ("offset", "length"))
+    file = _expect(fields.get("relative_path"), str)
+    return DcpItem(name, file, offset, length, tuple(_expect(each, str) for each in names))
 
 
 def _fields(node: Any, name: str) -> dict[str, Any]:
@@ -210,10 +196,7 @@ class _View(io.RawIOBase):
 
     def __init__(self, storage: Storage, name: str, start: int, size_bytes: int) -> None:
         super().__init__()
-        self._storage = storage
-        self._name = name
-        self._start = start
-        self._size_bytes = size_bytes
+        self._storage, self._name, self._start, self._size_bytes = storage, name, start, size_bytes
         self._position = 0
 
     @override
@@ -230,10 +213,6 @@ class _View(io.RawIOBase):
         if base + offset < 0:
             raise OSError("a position before the beginning of a file")
         self._position = base + offset
-        return self._position
-
-    @override
-    def tell(self) -> int:
         return self._position
 
     @override
@@ -302,9 +281,7 @@ class _DcpReader:
         dtype = found.dtype
         parts = [self._chunk_source(name, box, dtype) for box in found.chunks]
         if not all(isinstance(part, FileShard) for part in parts):
-            parts = [
-                LazyShard(box=part.box, load=partial(self._load, self._item(name, part.box.offsets))) for part in parts
-            ]
+            parts = [LazyShard(part.box, partial(self._load, self._item(name, part.box.offsets))) for part in parts]
         return ExternalTensor(shape=found.shape, dtype=dtype_name(dtype), parts=parts)  # type: ignore[arg-type]
 
     def _chunk_source(self, name: str, box: Box, dtype: torch.dtype) -> FileShard | LazyShard:
@@ -315,11 +292,11 @@ class _DcpReader:
             raise ValueError(f"its chunk at {box.offsets} in {item.file} is another tensor")
         start = checkpoint_offset(tensor)
         if start is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            return LazyShard(box=box, load=partial(self._load, item))
+            return LazyShard(box, partial(self._load, item))
         at = item.offset + start + tensor.storage_offset() * dtype.itemsize
         if not item.offset <= at <= at + tensor.nbytes <= item.offset + item.length:
             raise ValueError(f"its chunk at {box.offsets} in {item.file} is longer than its item")
-        return FileShard(box=box, file=item.file, start=at)
+        return FileShard(box, item.file, at)
 
     def _item(self, key: str, offsets: tuple[int, ...] | None) -> DcpItem:
         """Return the position of a value, or of a chunk of a tensor."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from ferrodist.checkpoint.convert.common import ExternalTensor, FileShard, conversion_errors, import_folder
-from ferrodist.checkpoint.format.dtypes import from_safetensors
-from ferrodist.checkpoint.format.manifest import INDEX_NAME, LENGTH_BYTES, MANIFEST_NAME, MAX_HEADER_BYTES, SINGLE_NAME
-from ferrodist.checkpoint.format.safetensors import parse_header
+from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
+from ferrodist.checkpoint.format.safetensors import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    HeaderEntry,
+    from_safetensors,
+    parse_header,
+)
 from ferrodist.checkpoint.format.tree import map_children, split_node, tensor_key
-from ferrodist.checkpoint.reader import CheckpointReader
-from ferrodist.checkpoint.retention import describe_foreign_format, read_manifest
-from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import RewriteOptions, RewriteSource, rewrite
+from ferrodist.checkpoint.reader import CheckpointReader, describe_foreign_format, read_manifest
+from ferrodist.checkpoint.storage import Storage, open_storage
+from ferrodist.checkpoint.tools.reshard import BoxSource, RewriteOptions, RewriteSource, rewrite
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 from ferrodist.wording import counted
@@ -22,10 +27,6 @@ from ferrodist.wording import counted
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
-
-    from ferrodist.checkpoint.format.safetensors import HeaderEntry
-    from ferrodist.checkpoint.storage.base import Storage
-    from ferrodist.checkpoint.tools.reshard import BoxSource
 
 
 class _Index(msgspec.Struct):
@@ -68,9 +69,8 @@ def _find_tensors(storage: Storage) -> dict[str, ExternalTensor]:
         what = f"{storage.url} has neither {SINGLE_NAME} nor {INDEX_NAME}"
         raise DistCheckpointError(f"{what}. {other}" if (other := describe_foreign_format(storage)) else what)
     file_of_tensor = msgspec.json.decode(storage.get(INDEX_NAME), type=_Index).weight_map
-    for file in dict.fromkeys(file_of_tensor.values()):
-        if file not in names:
-            raise DistCheckpointError(f"{storage.url}/{file} is missing, which {INDEX_NAME} names")
+    if missing := [file for file in file_of_tensor.values() if file not in names]:
+        raise DistCheckpointError(f"{storage.url}/{missing[0]} is missing, which {INDEX_NAME} names")
     files = {file: _parse_file(storage, file) for file in dict.fromkeys(file_of_tensor.values())}
     for name, file in file_of_tensor.items():
         if name not in files[file]:
@@ -100,9 +100,7 @@ def _parse_file(storage: Storage, file: str) -> dict[str, ExternalTensor]:
                 raise DistCheckpointError(f"{where} is damaged or cut off: tensor {name!r} ends after its end")
             dtype = from_safetensors(entry.dtype)
             box = Box((0,) * len(entry.shape), entry.shape)
-            found[name] = ExternalTensor(
-                shape=entry.shape, dtype=dtype, parts=[FileShard(box=box, file=file, start=begin + start)]
-            )
+            found[name] = ExternalTensor(shape=entry.shape, dtype=dtype, parts=[FileShard(box, file, begin + start)])
             if found[name].size_bytes != stop - start:
                 raise DistCheckpointError(
                     f"{where} is damaged: tensor {name!r} of shape {entry.shape} has {counted(stop - start, 'byte')}"
@@ -159,33 +157,29 @@ def export_hugging_face(
     options = options or RewriteOptions()
     if options.num_ranks != 1:
         raise ValueError(f"tensors are exported whole, as one rank's, not as those of {options.num_ranks}")
-    storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
-    try:
+    with closing(open_storage(path, storage_options)) as storage:
+        new_storage = open_storage(new_path, new_storage_options)
         manifest = read_manifest(storage)
         names: dict[str, str] = {}
         tree = _rename(_find_part(manifest.tree, part, storage.url), (), names)
         if not names:
             raise DistCheckpointError(f"{storage.url} has no tensors{'' if part is None else f' in {part!r}'}")
         tensors = {names[key]: (tensor.shape, tensor.dtype) for key, tensor in manifest.tensors.items() if key in names}
-        source = _RenamedSource(
-            CheckpointReader(storage, manifest, verify=True), {name: key for key, name in names.items()}
-        )
+        reader = CheckpointReader(storage, manifest, verify=True)
+        source = _RenamedSource(reader, {name: key for key, name in names.items()})
         contents = RewriteSource(tree=tree, tensors=tensors, source=source, world_size=manifest.world_size)
         rewrite(contents, new_storage, options, single_name=SINGLE_NAME)
-    finally:
-        storage.close()
 
 
-class _RenamedSource:
+class _RenamedSource(NamedTuple):
     """A `BoxSource` with other keys."""
 
-    def __init__(self, source: BoxSource, keys: Mapping[str, str]) -> None:
-        self._source = source
-        self._keys = keys
+    source: BoxSource
+    keys: Mapping[str, str]
 
     def read_box(self, key: str, box: Box, target: Any) -> None:
         """Fill a tensor with a box of a tensor."""
-        self._source.read_box(self._keys[key], box, target)
+        self.source.read_box(self.keys[key], box, target)
 
 
 def _find_part(node: Any, part: str | None, where: str) -> Any:

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import IO
 
 _MAX_PROTOCOL = 5
 _BYTE, _SHORT, _INT, _WORD, _LONG, _FLOAT = map(struct.Struct, ("<B", "<H", "<i", "<I", "<Q", ">d"))
@@ -155,9 +154,6 @@ class _PickleMachine:
     def _sized(self, form: struct.Struct) -> bytes:
         return self._take(self._read_number(form))
 
-    def _skip(self, count: int) -> None:
-        self._take(count)
-
     def _line(self) -> str:
         line = self._file.readline(min(self._remaining, _MAX_NAME_BYTES))
         self._remaining -= len(line)
@@ -231,9 +227,9 @@ def _refuse(why: str) -> NoReturn:
     raise ValueError(why)
 
 
-_OPERATIONS: dict[bytes, Callable[[_PickleMachine], None]] = {
+_OPERATIONS: dict[bytes, Callable[[_PickleMachine], object]] = {
     b"\x80": _PickleMachine._protocol,
-    b"\x95": lambda machine: machine._skip(8),  # a frame's size, a hint for readers
+    b"\x95": lambda machine: machine._take(8),  # a frame's size, a hint for readers
     b"N": lambda machine: machine._push(None),
     b"\x88": lambda machine: machine._push(True),
     b"\x89": lambda machine: machine._push(False),

@@ -11,16 +11,14 @@ import torch
 
 from ferrodist.checkpoint.convert.common import conversion_errors, make_rewrite_source, materialize
 from ferrodist.checkpoint.convert.torch_pickle import check_pickles
-from ferrodist.checkpoint.retention import describe_foreign_format
+from ferrodist.checkpoint.reader import describe_foreign_format
 from ferrodist.checkpoint.storage import LocalStorage, open_storage
 from ferrodist.checkpoint.storage.local import open_regular
-from ferrodist.checkpoint.tools.reshard import RewriteOptions, rewrite
+from ferrodist.checkpoint.tools.reshard import ProgressCallback, RewriteOptions, rewrite
 from ferrodist.errors import DistCheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from ferrodist.checkpoint.tools.reshard import ProgressCallback
 
 
 def import_torch_file(
@@ -66,17 +64,14 @@ def _load(file: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # unpickling any bytes may end in any way
+        # The sentence in torch's long explanation that names the class.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+        reason = [*named, *lines, type(error).__name__][0]
         raise DistCheckpointError(
             f"{file} is no file of torch.save, or has more than tensors and plain values, which is not loaded, for it"
-            f" could run code: {_reason(error)}"
+            f" could run code: {reason}"
         ) from error
-
-
-def _reason(error: Exception) -> str:
-    """Return the sentence in torch's long explanation that names the class."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
-    return [*named, *lines, type(error).__name__][0]
 
 
 def export_torch_file(

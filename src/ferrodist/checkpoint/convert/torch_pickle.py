@@ -11,7 +11,7 @@ import contextlib
 import os
 import struct
 import zipfile
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
@@ -29,7 +29,6 @@ from ferrodist.checkpoint.format.tree import check_collisions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import IO
 
 _NUM_LEGACY_PICKLES = 5
 """At the beginning of files of torch before 1.6: magic number, version, system info, state, and keys."""

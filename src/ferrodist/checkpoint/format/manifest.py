@@ -8,28 +8,25 @@ The file is one line with a single valid spelling, so that every byte of it is c
 from __future__ import annotations
 
 import re
+import secrets
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
 
-from ferrodist.checkpoint.format.coverage import covers_once
-from ferrodist.checkpoint.format.dtypes import dtype_from_name
+from ferrodist.checkpoint.format.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES, dtype_from_name
 from ferrodist.checkpoint.format.tree import check_tree
 from ferrodist.errors import DistCheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 MANIFEST_NAME = "metadata.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 """Hugging Face's name of a folder's only file of tensors, which has no index."""
 HASH_BYTES = 16
-LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of a safetensors header, without its length field, in all readers."""
 _VERSION = 1
 _PREFIX = b'{"format":"ferrodist-checkpoint","version":'
 _HASH = b',"hash":"'
@@ -75,6 +72,11 @@ class TensorEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     dtype: str
     placement: str  # on the ranks that saved it, in words
     shards: list[ShardEntry]  # boxes that cover the tensor, each element once
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the elements."""
+        return prod(self.shape) * dtype_from_name(self.dtype).itemsize
 
 
 class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -206,3 +208,29 @@ def _shard_problems(manifest: Manifest, tensor: TensorEntry, shard: ShardEntry, 
         yield f"a shard of {shard.shape} in {length} bytes"
     if len(shard.hashes) != -(-length // manifest.block_bytes):
         yield f"{len(shard.hashes)} hashes for {length} bytes"
+
+
+_PRIME = (1 << 127) - 1
+
+
+def covers_once(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
+    """Return whether each element of a tensor is in exactly one box.
+
+    Boxes are weighed: along each dim an interval weighs the difference of two secret random numbers, one for each end,
+    and a box weighs the product of its intervals, modulo a prime. Boxes that cover the tensor once weigh as much as it
+    does. Other boxes do so with a probability of at most the number of dims in 2**127, by the Schwartz-Zippel lemma,
+    since the difference is a non-zero polynomial in the random numbers. The cost is one step per dim and box.
+    """
+    weights_of_ends: list[dict[int, int]] = [{} for _ in shape]
+
+    def weight(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        weighed = 1
+        for weights, begin, size in zip(weights_of_ends, offsets, sizes, strict=True):
+            for end in (begin, begin + size):
+                if end not in weights:
+                    weights[end] = secrets.randbelow(_PRIME)
+            weighed = weighed * (weights[begin + size] - weights[begin]) % _PRIME
+        return weighed
+
+    found = sum(weight(offsets, sizes) for offsets, sizes in boxes if prod(sizes))
+    return (found - weight([0] * len(shape), shape)) % _PRIME == 0

@@ -1,19 +1,75 @@
-"""Headers of safetensors files: an 8-byte length, then JSON with the tensors in the file."""
+"""safetensors files: an 8-byte length, then a header of JSON with the tensors in the file; and names of dtypes.
+
+Manifests have torch's names of dtypes, files those of safetensors.
+"""
 
 from __future__ import annotations
 
-from math import prod
-from typing import TYPE_CHECKING
-
 import msgspec
+import torch
 
-from ferrodist.checkpoint.format.dtypes import dtype_from_name, to_safetensors
-from ferrodist.checkpoint.format.manifest import LENGTH_BYTES
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of a header, without its length field, in all readers."""
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+_SAFETENSORS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 
-    from ferrodist.checkpoint.format.manifest import Manifest
+_WITHOUT_SAFETENSORS_NAME = ("complex128", "complex32", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+"""Stored in safetensors files as bytes, with one more dim."""
+
+_READ_ONLY = {"F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}
+"""Dtypes that other writers of safetensors files use."""
+
+_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in (*_SAFETENSORS, *_WITHOUT_SAFETENSORS_NAME) if hasattr(torch, name)
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name in manifests."""
+    if dtype not in _NAMES:
+        raise TypeError(f"checkpoints don't carry {dtype}: convert the tensor, or save its components")
+    return _NAMES[dtype]
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """Return the dtype of a name."""
+    if name not in _DTYPES:
+        raise ValueError(f"there is no dtype {name!r}")
+    return _DTYPES[name]
+
+
+def to_safetensors(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return the name of a dtype and the shape of a tensor in safetensors files."""
+    if name in _SAFETENSORS:
+        return _SAFETENSORS[name], shape
+    return "U8", (*shape, dtype_from_name(name).itemsize)
+
+
+def from_safetensors(st_dtype: str) -> str:
+    """Return the name in manifests of a dtype of safetensors files."""
+    names = {**{own: name for name, own in _SAFETENSORS.items()}, **_READ_ONLY}
+    if names.get(st_dtype) not in _DTYPES:
+        raise ValueError(f"checkpoints don't carry the dtype {st_dtype!r}")
+    return names[st_dtype]
 
 
 class HeaderEntry(msgspec.Struct, frozen=True):
@@ -22,25 +78,6 @@ class HeaderEntry(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
-
-
-def make_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[int], int]:
-    """Make the header of a file of consecutive tensors, given their names, dtype names and shapes.
-
-    Returns the header with its length field, the first byte of each tensor in the file, and the file's size.
-    """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at, starts = 0, []
-    for name, dtype, shape in tensors:
-        size = prod(shape) * dtype_from_name(dtype).itemsize
-        st_dtype, st_shape = to_safetensors(dtype, shape)
-        entries[name] = {"dtype": st_dtype, "shape": st_shape, "data_offsets": [at, at + size]}
-        starts.append(at)
-        at += size
-    text = msgspec.json.encode(entries)
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
-    header = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    return header, [len(header) + begin for begin in starts], len(header) + at
 
 
 def max_entry_bytes(key: str, num_dims: int) -> int:
@@ -58,24 +95,3 @@ def parse_header(data: bytes) -> dict[str, HeaderEntry]:
         return {name: msgspec.json.decode(raw, type=HeaderEntry) for name, raw in entries.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"its header can't be read: {error}") from error
-
-
-def expected_entries(manifest: Manifest, file_index: int) -> dict[str, tuple[str, HeaderEntry]]:
-    """Return the key and expected header entry of each shard in a file, by its name in the file."""
-    begin = manifest.files[file_index].header_bytes
-    found = {}
-    for key, tensor in manifest.tensors.items():
-        for shard in tensor.shards:
-            if shard.file == file_index:
-                dtype, shape = to_safetensors(tensor.dtype, shard.shape)
-                entry = HeaderEntry(dtype, shape, (shard.start - begin, shard.stop - begin))
-                found[name_in_file(key, shard.offsets, shard.shape, tensor.shape)] = key, entry
-    return found
-
-
-def name_in_file(key: str, offsets: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> str:
-    """Return the name of a shard in a file: the tensor's key, with the slice unless it is the full tensor."""
-    if tuple(shape) == tuple(whole):
-        return key
-    sides = [f"{begin}:{begin + size}" for begin, size in zip(offsets, shape, strict=True)]
-    return f"{key}[{', '.join(sides)}]"

@@ -23,16 +23,13 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import torch
 
-from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
-from ferrodist.tensor.local_shards import flat_shard_of
+from ferrodist.checkpoint.format.safetensors import dtype_from_name, dtype_name
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
@@ -71,13 +68,6 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
 
-class SavedElsewhere:
-    """Marks a replica of a tensor that another rank saves."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
 def path_text(path: Sequence[object]) -> str:
     """Format a path in a state, for messages."""
     return "".join(f"[{part!r}]" for part in path) or "the state itself"
@@ -94,132 +84,10 @@ def check_depth(path: Sequence[object]) -> None:
         raise ValueError(f"the state is nested too deeply, or holds itself, at {path_text(path[:5])}...")
 
 
-@dataclass
-class Encoder:
-    """Encodes a state as a node, and collects its tensors."""
-
-    rank: int
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors by key; tied tensors are here once."""
-    paths: dict[str, str] = field(default_factory=dict)
-    """The path of each tensor in the state."""
-    own: set[str] = field(default_factory=set)
-    """The keys of tensors within a `PerRank`, which only this rank has."""
-    unsaved: set[str] = field(default_factory=set)
-    """The keys of tensors that another rank saves."""
-    _keys_by_identity: dict[object, str] = field(default_factory=dict)
-    _keep_alive: list[torch.Tensor] = field(default_factory=list)
-    _in_per_rank: bool = False
-    """Return whether the current value is within a `PerRank`."""
-
-    def encode(self, value: Any, path: tuple[object, ...] = ()) -> Node:
-        """Encode a value."""
-        check_depth(path)
-        if isinstance(value, (torch.Tensor, SavedElsewhere)):
-            return {"tensor": self._add_tensor(value, path)}
-        if isinstance(value, np.ndarray):
-            return {"array": self._add(self._tensor_from_array(value, path), path)}
-        if isinstance(value, PerRank):
-            return {"per_rank": {str(self.rank): self._encode_per_rank(value.value, path)}}
-        if isinstance(value, Mapping) and not isinstance(value, Counter):
-            return self._encode_mapping(value, path)
-        for kind, mark in ((torch.Size, "size"), (tuple, "tuple")):
-            if isinstance(value, kind):
-                return {mark: self._encode_members(value, path)}
-        if isinstance(value, list):
-            return self._encode_members(value, path)
-        return _encode_plain(value, path)
-
-    def _encode_members(self, members: Sequence[Any], path: tuple[object, ...]) -> list[Node]:
-        return [self.encode(each, (*path, index)) for index, each in enumerate(members)]
-
-    def _add_tensor(self, value: torch.Tensor | SavedElsewhere, path: tuple[object, ...]) -> str:
-        if isinstance(value, torch.Tensor):
-            return self._add(value, path)
-        key = self._add(value.tensor, path)
-        if not self._in_per_rank:
-            self.unsaved.add(key)
-        return key
-
-    def _encode_per_rank(self, value: Any, path: tuple[object, ...]) -> Node:
-        before, known, was_own = set(self.tensors), self._keys_by_identity, self._in_per_rank
-        # Tensors here aren't tied to tensors outside: other ranks have other memory under this name.
-        self._keys_by_identity, self._in_per_rank = {}, True
-        try:
-            node = self.encode(value, (*path, f"rank{self.rank}"))
-        finally:
-            self._keys_by_identity, self._in_per_rank = known, was_own
-        self.own |= set(self.tensors) - before
-        return node
-
-    def _encode_mapping(self, value: Mapping[Any, Any], path: tuple[object, ...]) -> Node:
-        keys = [_encode_key(key, path) for key in value]
-        nodes = [self.encode(each, (*path, key)) for key, each in value.items()]
-        if all(isinstance(key, str) for key in keys):
-            return {"dict": dict(zip(keys, nodes, strict=True))}
-        check_collisions(value, path_text(path))
-        return {"pairs": [list(pair) for pair in zip(keys, nodes, strict=True)]}
-
-    def _tensor_from_array(self, array: np.ndarray[Any, Any], path: tuple[object, ...]) -> torch.Tensor:
-        if isinstance(array, np.ma.MaskedArray):
-            raise TypeError(f"{path_text(path)} is a masked array: save its data and its mask")
-        native = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(array.shape)
-        try:
-            return torch.from_numpy(native if native.flags.writeable else native.copy())
-        except TypeError as error:
-            raise TypeError(f"{path_text(path)} is an array of {array.dtype}, which checkpoints don't carry") from error
-
-    def _add(self, tensor: torch.Tensor, path: tuple[object, ...]) -> str:
-        check_tensor(tensor, path)
-        identity = tensor_identity(tensor)
-        if (known := self._keys_by_identity.get(identity)) is not None:
-            return known
-        key = tensor_key(path)
-        if key == "__metadata__":
-            raise ValueError(f"{path_text(path)} is a tensor of a name that safetensors files need: rename it")
-        if key in self.tensors:
-            raise ValueError(
-                f"two tensors would be named {key!r} in the files, that of {self.paths[key]} and that of"
-                f" {path_text(path)}: rename one"
-            )
-        self._keys_by_identity[identity] = key
-        self._keep_alive.append(tensor)  # an address identifies a tensor only during its lifetime
-        self.tensors[key], self.paths[key] = tensor, path_text(path)
-        return key
-
-
-def tensor_identity(tensor: torch.Tensor) -> object:
-    """Return a key that is equal for tensors that are the same memory."""
-    local = getattr(tensor, "_local", None)
-    plain = tensor if local is None else local
-    if plain.is_nested or not plain.numel() or plain.layout is not torch.strided or plain.device.type == "meta":
-        return id(tensor)
-    layout = plain.data_ptr(), tuple(plain.shape), plain.stride(), plain.dtype, plain.is_conj(), plain.is_neg()
-    return (*layout, getattr(tensor, "_spec", None), flat_shard_of(tensor))
-
-
-def check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
-    """Raise TypeError unless a tensor is dense, has a supported dtype and elements in memory."""
-    where = path_text(path)
+def encode_key(key: object, path: tuple[object, ...]) -> Node:
+    """Encode a key of a dict."""
     try:
-        dtype_name(tensor.dtype)
-    except TypeError as error:
-        raise TypeError(f"{where}: {error}") from None
-    if torch.nn.parameter.is_lazy(tensor):
-        raise TypeError(f"{where} has no shape yet: run the module once before it is saved")
-    if tensor.is_nested:
-        raise TypeError(f"{where} is a nested tensor, which has no single shape: save its components, tensor.unbind()")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise TypeError(f"{where} is a {tensor.layout} tensor: save to_dense() of it")
-    if hasattr(tensor, "__tensor_flatten__"):
-        raise TypeError(f"{where} is {with_article(type(tensor).__qualname__)}, made of other tensors: save these")
-    if getattr(tensor, "_local", tensor).device.type == "meta":
-        raise TypeError(f"{where} is on the meta device and has no elements: materialize it first")
-
-
-def _encode_key(key: object, path: tuple[object, ...]) -> Node:
-    try:
-        return _encode_plain(key, path)
+        return encode_plain(key, path)
     except TypeError as error:
         raise TypeError(
             f"{path_text(path)} has {with_article(type(key).__name__)} as a key, {str(key)[:50]!r}: save text, numbers"
@@ -227,38 +95,32 @@ def _encode_key(key: object, path: tuple[object, ...]) -> Node:
         ) from error
 
 
-def _encode_plain(value: Any, path: tuple[object, ...]) -> Node:
+def encode_plain(value: Any, path: tuple[object, ...]) -> Node:
+    """Encode a value that has no tensors in it."""
     kind = type(value)
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return {"tuple": [_encode_plain(each, path) for each in value]}
+        return {"tuple": [encode_plain(each, path) for each in value]}
     if isinstance(value, (set, frozenset)):
         # Sorted, since the iteration order of sets differs between ranks.
         found = check_collisions(value, path_text(path))
-        members = sorted((_encode_plain(each, path) for each in found), key=msgspec.json.encode)
+        members = sorted((encode_plain(each, path) for each in found), key=msgspec.json.encode)
         return {"set" if isinstance(value, set) else "frozenset": members}
     if isinstance(value, Counter):
         check_collisions(value, path_text(path))
-        return {"counter": [[_encode_key(key, path), _encode_plain(count, path)] for key, count in value.items()]}
+        return {"counter": [[encode_key(key, path), encode_plain(count, path)] for key, count in value.items()]}
     if isinstance(value, np.generic) and value.dtype.name in _NUMPY_SCALARS:
-        return {"number": [value.dtype.name, _encode_plain(value.item(), path)]}
+        return {"number": [value.dtype.name, encode_plain(value.item(), path)]}
     if kind not in _ENCODERS:
         raise TypeError(
             f"{path_text(path)} is {with_article(kind.__name__)}, which checkpoints don't carry: save its contents as"
             " numbers, text, tensors, lists and dicts, or give it state_dict() and load_state_dict()"
         )
-    try:
-        return _ENCODERS[kind](value)
-    except UnicodeEncodeError as error:
-        raise TypeError(f"{path_text(path)} is text that is not Unicode: save bytes") from error
-
-
-def _encode_text(value: str) -> Node:
-    value.encode()
-    return value
-
-
-def _encode_int(value: int) -> Node:
-    return value if -(1 << _INT_BITS) <= value < 1 << _INT_BITS else {"int": hex(value)}
+    if kind is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise TypeError(f"{path_text(path)} is text that is not Unicode: save bytes") from error
+    return _ENCODERS[kind](value)
 
 
 def _encode_float(value: float) -> Node:
@@ -268,8 +130,8 @@ def _encode_float(value: float) -> Node:
 _ENCODERS: dict[type, Callable[[Any], Node]] = {
     type(None): lambda value: value,
     bool: lambda value: value,
-    str: _encode_text,
-    int: _encode_int,
+    str: lambda value: value,
+    int: lambda value: value if -(1 << _INT_BITS) <= value < 1 << _INT_BITS else {"int": hex(value)},
     float: _encode_float,
     complex: lambda value: {"complex": [_encode_float(value.real), _encode_float(value.imag)]},
     bytes: lambda value: {"bytes": base64.b64encode(value).decode()},
@@ -312,8 +174,8 @@ def leaf_text(node: Node) -> str:
 
 
 def _decode_complex(parts: list[Node], depth: int) -> complex:
-    real, imaginary = (decode_leaf(part, depth) for part in parts)
-    return complex(float(real), float(imaginary))
+    real, imaginary = (float(decode_leaf(part, depth)) for part in parts)
+    return complex(real, imaginary)
 
 
 def _decode_number(pair: list[Node], depth: int) -> Any:
@@ -338,10 +200,6 @@ def check_collisions(values: Iterable[Any], where: str = "it") -> list[Any]:
     return found
 
 
-def _decode_device(text: str, _depth: int) -> torch.device:
-    return torch.device(str.__str__(text))  # a number would be a device of this machine
-
-
 _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "int": lambda text, _: int(text, 16),
     "float": lambda text, _: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[text],
@@ -351,7 +209,7 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "number": _decode_number,
     "counter": _decode_counter,
     "dtype": lambda name, _: dtype_from_name(name),
-    "device": _decode_device,
+    "device": lambda text, _: torch.device(str.__str__(text)),  # a number would be a device of this machine
     "tuple": lambda members, depth: tuple(decode_leaf(each, depth) for each in members),
     "frozenset": lambda members, depth: frozenset(check_collisions(decode_leaf(each, depth) for each in members)),
 }
@@ -405,52 +263,27 @@ def check_tree(node: Node, keys: Collection[str], depth: int = 0) -> None:
         decode_leaf(node)
         return
     mark, content = split_node(node)
-    kind, members = _BRANCH_CHECKS[mark]
+    kind = str if mark in ("tensor", "array") else dict if mark in ("dict", "per_rank") else list
     if not isinstance(content, kind):
         raise ValueError(f"a {mark} of {str(content)[:100]}")  # noqa: TRY004 - it is no argument
     if kind is str and content not in keys:
         raise ValueError(f"a state with tensor {content!r}, of which nothing else is said")
-    for each in members(content):
-        check_tree(each, keys, depth + 1)
+    _check_content(mark, content)
+    if mark not in ("size", "set", "frozenset"):  # of plain values, which are checked
+        for _, each in child_nodes(node):
+            check_tree(each, keys, depth + 1)
 
 
-def _check_pairs(content: list[Any]) -> list[Node]:
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
-        raise ValueError("invalid pairs of a key and a node")
-    _check_hashable([key for key, _ in content])
-    return [node for _, node in content]
-
-
-def _check_ranks(content: dict[str, Node]) -> Iterable[Node]:
-    if not all(rank.isdecimal() and str(int(rank[:10])) == rank for rank in content):
+def _check_content(mark: str, content: Any) -> None:
+    if mark == "per_rank" and not all(rank.isdecimal() and str(int(rank[:10])) == rank for rank in content):
         raise ValueError(f"ranks {list(content)[:10]}")
-    return content.values()
-
-
-def _check_sizes(content: list[Any]) -> list[Node]:
-    if not all(type(size) is int and -(1 << 63) <= size < 1 << 63 for size in content):
+    if mark == "size" and not all(type(size) is int and -(1 << 63) <= size < 1 << 63 for size in content):
         raise ValueError(f"a torch.Size of {content[:10]}")
-    return []
-
-
-def _check_hashable(content: list[Any]) -> list[Node]:
-    try:
-        hash(decode_leaf({"frozenset": content}))
-    except TypeError as error:
-        raise ValueError(f"an unhashable value: {str(content)[:100]}") from error
-    return []
-
-
-_BRANCH_CHECKS: dict[str, tuple[type, Callable[[Any], Iterable[Node]]]] = {
-    "list": (list, list),
-    "tuple": (list, list),
-    "dict": (dict, dict.values),
-    "per_rank": (dict, _check_ranks),
-    "pairs": (list, _check_pairs),
-    "size": (list, _check_sizes),
-    "set": (list, _check_hashable),
-    "frozenset": (list, _check_hashable),
-    "tensor": (str, lambda _: ()),
-    "array": (str, lambda _: ()),
-}
-"""By mark: the type of a node's content, and a function that checks it and returns the child nodes still to check."""
+    if mark == "pairs" and not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
+        raise ValueError("invalid pairs of a key and a node")
+    if mark in ("pairs", "set", "frozenset"):
+        hashed = [key for key, _ in content] if mark == "pairs" else content
+        try:
+            hash(decode_leaf({"frozenset": hashed}))
+        except TypeError as error:
+            raise ValueError(f"an unhashable value: {str(hashed)[:100]}") from error

@@ -1,15 +1,6 @@
 """The storage of a checkpoint: the `Storage` interface of a folder on a disk or in an object store.
 
-[Note: commit]
-A checkpoint exists when its manifest does: ``put`` of the manifest is the last step of a save, and it is atomic. Files
-of tensors are written before, under names that no committed manifest of the folder mentions. A save has an id:
-
-    rank 0    begin(id)
-    all       create(id, name, size).write(...).close()        durable when close returns
-    rank 0    with exclusive(deadline): publish(id, names), put(manifest), remove(stale files)
-
-A save that failed, or whose ranks were killed, leaves the folder's manifest unchanged. ``discard`` removes its files;
-if rank 0 was killed the other ranks do it, and otherwise the next save to the folder.
+Which of its methods a save calls when is in [Note: commit] in `checkpoint/commit.py`.
 
 [Note: living saves]
 Several jobs may save to one folder at a time. On a disk ``begin`` locks a file in the save's own folder, and holds the
@@ -77,7 +68,7 @@ class Storage(Protocol):
     """The largest useful size of a read."""
 
     is_staged: bool
-    """Return whether files move into the folder on `publish` only; see [Note: staged or not]."""
+    """True if files move into the folder on `publish` only; see [Note: staged or not]."""
 
     def begin(self, save_id: str) -> None:
         """Create the folder and space for a save; the caller is the one to commit or discard it."""

@@ -54,9 +54,9 @@ class LocalStorage(Storage):
         self.path = Path(path).absolute()
         self.url = str(self.path)
         self._is_new = False
-        """Return whether `begin` created the folder."""
+        """True if `begin` created the folder."""
         self._is_exclusive = False
-        """Return whether `exclusive` is active."""
+        """True while `exclusive` is active."""
         self._release: Callable[[], object] = lambda: None
         """Releases the lock of the save that was begun here."""
         self._open: dict[str, _OpenFile] = {}
@@ -95,9 +95,7 @@ class LocalStorage(Storage):
             yield
         finally:
             self._is_exclusive = False
-            with contextlib.suppress(OSError):  # closing isn't enough: a forked child may have the folder open
-                fcntl.flock(folder, fcntl.LOCK_UN)
-            os.close(folder)
+            _unlock(folder)
 
     @override
     def publish(self, save_id: str, names: Sequence[str]) -> None:
@@ -192,7 +190,10 @@ class LocalStorage(Storage):
             os.close(file)
 
     def _is_expired(self, staging: Path) -> bool:
-        return self.path.stat().st_mtime - _last_modified(staging) > DEAD_AFTER_SECONDS
+        """Return whether nothing in a folder has changed for long, by its file system's clock."""
+        with os.scandir(staging) as entries:
+            last_change = max([staging.stat().st_mtime, *(entry.stat().st_mtime for entry in entries)])
+        return self.path.stat().st_mtime - last_change > DEAD_AFTER_SECONDS
 
     @override
     def remove_folder(self) -> None:
@@ -201,7 +202,12 @@ class LocalStorage(Storage):
 
     @override
     def list_names(self) -> list[str]:
-        return [entry.name for entry in self._entries() if _is_file(entry)]
+        names = []
+        for entry in self._entries():
+            with contextlib.suppress(OSError):  # a link that leads to itself
+                if entry.is_file():
+                    names.append(entry.name)
+        return names
 
     @override
     def list_folders(self) -> list[str]:
@@ -251,7 +257,9 @@ class LocalStorage(Storage):
         with self._lock:
             file = self._open.pop(name, None)
             if file is None:
-                self._close_idle()
+                idle = [name for name, each in self._open.items() if not each.num_readers]  # least recently used first
+                for name_of_idle in idle[: max(0, len(self._open) - _MAX_OPEN_FILES + 1)]:
+                    os.close(self._open.pop(name_of_idle).descriptor)
                 file = _OpenFile(open_regular(self.path / name))
             self._open[name] = file
             file.num_readers += 1
@@ -260,12 +268,6 @@ class LocalStorage(Storage):
         finally:
             with self._lock:
                 file.num_readers -= 1
-
-    def _close_idle(self) -> None:
-        """Close the least recently used idle files if many are open."""
-        idle = [name for name, file in self._open.items() if not file.num_readers]
-        for name in idle[: max(0, len(self._open) - _MAX_OPEN_FILES + 1)]:
-            os.close(self._open.pop(name).descriptor)
 
     def _staging_folder(self, save_id: str) -> Path:
         return self.path / f"{_SAVING}{save_id}"
@@ -306,22 +308,9 @@ def _is_same_file(path: Path, file: int) -> bool:
 
 
 def _unlock(file: int) -> None:
-    with contextlib.suppress(OSError):  # closing isn't enough: a forked child may have it open
+    with contextlib.suppress(OSError):  # closing isn't enough: a forked child may have it open, too
         fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)
-
-
-def _last_modified(staging: Path) -> float:
-    """Return the latest change in a folder, by its file system's clock."""
-    with os.scandir(staging) as entries:
-        return max([staging.stat().st_mtime, *(entry.stat().st_mtime for entry in entries)])
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_file()
-    except OSError:  # a link that leads to itself
-        return False
 
 
 def open_regular(path: Path) -> int:

@@ -201,17 +201,10 @@ def _write_all(file: int, data: memoryview, at: int) -> None:
             # Also if another thread has disabled it meanwhile.
             if error.errno != errno.EINVAL or has_disabled:
                 raise
-            _disable_direct(file)
+            # Some file systems accept O_DIRECT but refuse such writes, or want another alignment, which the rest of a
+            # short write lacks too: through the page cache from now on.
+            flags = fcntl.fcntl(file, fcntl.F_GETFL)
+            fcntl.fcntl(file, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
             has_disabled = True
             continue
         data, at = data[count:], at + count
-
-
-def _disable_direct(file: int) -> None:
-    """Write through the page cache from now on.
-
-    Some file systems accept ``O_DIRECT`` but refuse such writes or want another alignment, which the rest of a short
-    write lacks too.
-    """
-    flags = fcntl.fcntl(file, fcntl.F_GETFL)
-    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
@@ -16,7 +16,6 @@ from ferrodist.errors import DistCheckpointError, describe_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import Any
 
     from ferrodist.checkpoint.storage.base import Storage
 

@@ -132,30 +132,6 @@ class RemoteWriter(FileWriter):
             self._fs.rm_file(self._path)
 
 
-def list_uploads(fs: Any, folder: str) -> Iterator[tuple[str, str]]:
-    """Yield the unfinished uploads in a folder as file name and upload id; none if the file system can't list them."""
-    if not hasattr(fs, "abort_mpu"):
-        return
-    bucket, key, _ = fs.split_path(folder)
-    prefix = f"{key}/" if key else ""
-    after: dict[str, str] = {}
-    while True:
-        page = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **after)
-        for upload in page.get("Uploads", ()):
-            if upload["Key"].startswith(prefix):
-                yield upload["Key"].removeprefix(prefix), upload["UploadId"]
-        if not page.get("IsTruncated"):
-            return
-        after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-
-
-def abort_upload(fs: Any, path: str, upload: str) -> None:
-    """Drop the parts of an upload."""
-    bucket, key, _ = fs.split_path(path)
-    with contextlib.suppress(FileNotFoundError):  # somebody else did
-        fs.abort_mpu(bucket, key, upload)
-
-
 _PART_BYTES = 16 << 20
 """Kept in memory, twice while it is sent. Larger files have larger parts:"""
 
@@ -199,7 +175,7 @@ class RemoteStorage(Storage):
         self._fs: Any = fs  # fsspec has no types
         self._folder = folder.rstrip("/")
         self._is_new = False
-        """Return whether `begin` created the folder."""
+        """True if `begin` created the folder."""
         self._uncommitted: str | None = None
         """The save that was begun here and that no manifest can name yet."""
         protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
@@ -215,8 +191,14 @@ class RemoteStorage(Storage):
                 self._fs.invalidate_cache()
                 self._is_new = not self._fs.exists(self._folder)
                 self._fs.makedirs(self._folder, exist_ok=True)
-            if self._has_buckets:
-                self._check_bucket(self._folder.partition("/")[0])
+            if self._has_buckets:  # a missing one is found before anything is sent to it
+                bucket = self._folder.partition("/")[0]
+                try:
+                    self._fs.info(bucket)
+                except FileNotFoundError:
+                    raise FileNotFoundError(errno.ENOENT, f"There is no bucket {bucket!r}: make it first") from None
+                except OSError:
+                    pass  # write access to a folder doesn't imply access to its bucket
             self._fs.pipe_file(self._path(f".saving-{save_id}"), describe_process())
         _own_saves[save_id] = self
         self._uncommitted = save_id
@@ -244,9 +226,11 @@ class RemoteStorage(Storage):
             if is_refusal(error):
                 self._uncommitted = uncommitted
                 raise
-            if not self._has_content(name, data):  # else only the response was lost
-                text = f"{error.strerror}; whether it was written is not known"
-                raise OSError(error.errno, text, error.filename) from error
+            with contextlib.suppress(OSError):
+                if self.get(name) == data:  # only the response was lost
+                    return
+            text = f"{error.strerror}; whether it was written is not known"
+            raise OSError(error.errno, text, error.filename) from error
 
     @override
     def copy(self, name: str, new_name: str) -> None:
@@ -282,9 +266,9 @@ class RemoteStorage(Storage):
     def remove(self, names: Collection[str]) -> None:
         if isinstance(self._fs, AsyncFileSystem):
             remaining = list(names)
-            while remaining:  # not by threads, which can't be started while the program ends
-                self._remove_batch(remaining[:_REMOVAL_BATCH])
-                del remaining[:_REMOVAL_BATCH]
+            for start in range(0, len(remaining), _REMOVAL_BATCH):
+                # Not by threads, which can't be started while the program ends.
+                self._remove_batch(remaining[start : start + _REMOVAL_BATCH])
         else:
             for name in names:
                 with contextlib.suppress(FileNotFoundError), as_os_errors(self._where(name)):
@@ -392,15 +376,6 @@ class RemoteStorage(Storage):
     def _where(self, name: str) -> str:
         return f"{self.url}/{name}"
 
-    def _check_bucket(self, bucket: str) -> None:
-        """Raise FileNotFoundError if the bucket is missing, before anything is sent to it."""
-        try:
-            self._fs.info(bucket)
-        except FileNotFoundError:
-            raise FileNotFoundError(errno.ENOENT, f"There is no bucket {bucket!r}: make it first") from None
-        except OSError:
-            pass  # write access to a folder doesn't imply access to its bucket
-
     def _put(self, name: str, data: bytes) -> None:
         if not self._has_folders:
             self._fs.pipe_file(self._path(name), data)
@@ -413,12 +388,6 @@ class RemoteStorage(Storage):
             with contextlib.suppress(Exception):
                 self._fs.rm_file(temporary)
             raise
-
-    def _has_content(self, name: str, data: bytes) -> bool:
-        try:
-            return self.get(name) == data
-        except OSError:
-            return False
 
     def _remove_batch(self, names: Sequence[str]) -> None:
         async def remove() -> list[BaseException | None]:
@@ -434,21 +403,36 @@ class RemoteStorage(Storage):
         """Abort the uploads of saves."""
         for name, upload in self._uploads():
             if save_id_of(name) in save_ids:
-                with as_os_errors(self._where(name)):
-                    abort_upload(self._fs, self._path(name), upload)
+                bucket, key, _ = self._fs.split_path(self._path(name))
+                with as_os_errors(self._where(name)), contextlib.suppress(FileNotFoundError):  # somebody else did
+                    self._fs.abort_mpu(bucket, key, upload)
 
     def _uploads(self) -> list[tuple[str, str]]:
-        """The names and ids of unfinished uploads of all saves."""
+        """The names and ids of unfinished uploads of all saves; none if the file system can't list them."""
+        found: list[tuple[str, str]] = []
+        if not hasattr(self._fs, "abort_mpu"):
+            return found
+        bucket, key, _ = self._fs.split_path(self._folder)
+        prefix = f"{key}/" if key else ""
+        after: dict[str, str] | None = {}
         try:
             with as_os_errors(self.url):
-                found = list(list_uploads(self._fs, self._folder))
+                while after is not None:
+                    page = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **after)
+                    for upload in page.get("Uploads", ()):
+                        name = upload["Key"].removeprefix(prefix)
+                        if upload["Key"].startswith(prefix) and save_id_of(name) is not None:
+                            found.append((name, upload["UploadId"]))
+                    after = None
+                    if page.get("IsTruncated"):
+                        after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
         except OSError as error:
             if not is_refusal(error):
                 raise
             # Listing uploads needs another permission, and not all stores support it.
             _logger.debug("uploads to %s that were not completed can't be looked for: %s", self.url, error)
             return []
-        return [(name, upload) for name, upload in found if save_id_of(name) is not None]
+        return found
 
     def _read_chunk(self, name: str, start: int, into: memoryview) -> int:
         """Fill the beginning of ``into`` with several concurrent requests; return the number of bytes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum
 from itertools import zip_longest
@@ -10,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.checkpoint.format.dtypes import dtype_from_name
+from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.format.tree import child_nodes, decode_leaf, leaf_text, path_text, split_node
-from ferrodist.checkpoint.reader import CheckpointReader
-from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.reader import CheckpointReader, read_manifest
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import ROW_BLOCK_BYTES, ProgressCounter, row_blocks
+from ferrodist.checkpoint.tools.reshard import ROW_BLOCK_BYTES, ProgressCallback, ProgressCounter, row_blocks
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ferrodist.checkpoint.format.manifest import Manifest
-    from ferrodist.checkpoint.tools.reshard import ProgressCallback
 
-if TYPE_CHECKING:
     Path = tuple[object, ...]
-
+    Pair = tuple[str, str]
+    """The keys of a tensor in both checkpoints."""
 
 _ABSENT = object()
 _MAX_VALUE_LENGTH = 60
@@ -91,72 +90,55 @@ def compare(
     Raises:
         DistCheckpointError: A checkpoint is missing or damaged.
     """
-    storages = open_storage(path, storage_options), open_storage(other, other_storage_options)
-    try:
-        manifests = [read_manifest(storage) for storage in storages]
-        readers = [
-            CheckpointReader(storage, manifest, verify=True)
-            for storage, manifest in zip(storages, manifests, strict=True)
-        ]
-        walk = _TreeComparison(manifests[0], manifests[1])
-        found = list(walk.compare(manifests[0].tree, manifests[1].tree, ()))
-        total = sum(_size_bytes(manifests[0], key) for key, _ in walk.pairs)
-        progress_meter = ProgressCounter(total, progress)
-        elements = {
-            pair: _compare_elements((readers[0], readers[1]), (manifests[0], manifests[1]), pair, progress_meter)
-            for pair in walk.pairs
-        }
-    finally:
-        for storage in storages:
-            storage.close()
+    with (
+        closing(open_storage(path, storage_options)) as storage,
+        closing(open_storage(other, other_storage_options)) as other_storage,
+    ):
+        one, two = read_manifest(storage), read_manifest(other_storage)
+        found = list(_compare_nodes((one, two), one.tree, two.tree, ()))
+        pairs = dict.fromkeys(each[1] for each in found if not isinstance(each, Difference))  # tied ones come once
+        progress_meter = ProgressCounter(sum(one.tensors[key].size_bytes for key, _ in pairs), progress)
+        readers = CheckpointReader(storage, one, verify=True), CheckpointReader(other_storage, two, verify=True)
+        elements = {pair: _compare_elements(readers, pair, progress_meter) for pair in pairs}
     result: list[Difference] = []
     for each in found:
         if isinstance(each, Difference):
             result.append(each)
-        elif (counted := elements[each[1]]) is not None:
-            result.append(_elements_difference(path_text(each[0]), *counted))
+        elif (differing := elements[each[1]]) is not None:
+            count, total, largest = differing
+            what = f"{count} of {counted(total, 'element')} differ, by up to {largest:.6g}"
+            place, kind = path_text(each[0]), DifferenceKind.ELEMENTS
+            result.append(Difference(place=place, kind=kind, what=what, num_elements=count, largest=largest))
     return result
 
 
-class _TreeComparison:
-    """Walks through two trees side by side."""
-
-    def __init__(self, first: Manifest, second: Manifest) -> None:
-        self._manifests = first, second
-        self.pairs: dict[tuple[str, str], None] = {}
-        """Keys of the tensors to compare: those with the same path and shape; tied ones come once."""
-
-    def compare(self, one: Any, two: Any, path: Path) -> Iterator[Difference | tuple[Path, tuple[str, str]]]:
-        """Yield differences, and the paths and keys of tensors whose elements may differ."""
-        (mark, first), (other_mark, second) = split_node(one), split_node(two)
-        if mark != other_mark or (mark == "leaf" and not _is_same_value(one, two)):
-            yield _value_difference(path, one, two)
-        elif mark in ("tensor", "array"):
-            yield from self._compare_tensors(first, second, path)
+def _compare_nodes(
+    manifests: tuple[Manifest, Manifest], one: Any, two: Any, path: Path
+) -> Iterator[Difference | tuple[Path, Pair]]:
+    """Yield differences, and the paths and keys of tensors of one shape, whose elements may differ."""
+    place = path_text(path)
+    (mark, first), (other_mark, second) = split_node(one), split_node(two)
+    if mark != other_mark or (mark == "leaf" and not _is_same_value(one, two)):
+        what = f"{_abbreviate(one)} and {_abbreviate(two)}"
+        yield Difference(place=place, kind=DifferenceKind.VALUE, what=what)
+    elif mark in ("tensor", "array"):
+        tensor, other = manifests[0].tensors[first], manifests[1].tensors[second]
+        if tensor.dtype != other.dtype:
+            yield Difference(place=place, kind=DifferenceKind.DTYPE, what=f"dtype {tensor.dtype} and {other.dtype}")
+        if tensor.shape != other.shape:
+            yield Difference(place=place, kind=DifferenceKind.SHAPE, what=f"shape {tensor.shape} and {other.shape}")
         else:
-            yield from self._compare_members(_children(one), _children(two), path)
-
-    def _compare_members(
-        self, one: dict[Any, Any], two: dict[Any, Any], path: Path
-    ) -> Iterator[Difference | tuple[Path, tuple[str, str]]]:
-        for key in dict.fromkeys([*one, *two]):
-            if key not in two:
-                yield _only(DifferenceKind.ONLY_IN_FIRST, (*path, key), one[key])
-            elif key not in one:
-                yield _only(DifferenceKind.ONLY_IN_SECOND, (*path, key), two[key])
-            else:
-                yield from self.compare(one[key], two[key], (*path, key))
-
-    def _compare_tensors(self, one: str, two: str, path: Path) -> Iterator[Difference | tuple[Path, tuple[str, str]]]:
-        first, second = self._manifests[0].tensors[one], self._manifests[1].tensors[two]
-        place = path_text(path)
-        if first.dtype != second.dtype:
-            yield Difference(place=place, kind=DifferenceKind.DTYPE, what=f"dtype {first.dtype} and {second.dtype}")
-        if first.shape != second.shape:
-            yield Difference(place=place, kind=DifferenceKind.SHAPE, what=f"shape {first.shape} and {second.shape}")
-            return
-        self.pairs[one, two] = None
-        yield path, (one, two)
+            yield path, (first, second)
+    else:
+        members, others = _children(one), _children(two)
+        for key in dict.fromkeys([*members, *others]):
+            inner = (*path, key)
+            if key in members and key in others:
+                yield from _compare_nodes(manifests, members[key], others[key], inner)
+                continue
+            kind = DifferenceKind.ONLY_IN_FIRST if key in members else DifferenceKind.ONLY_IN_SECOND
+            what = f"{kind.value}: {_abbreviate((members if key in members else others)[key])}"
+            yield Difference(place=path_text(inner), kind=kind, what=what)
 
 
 def _children(node: Any) -> dict[Any, Any]:
@@ -187,34 +169,12 @@ def _abbreviate(node: Any) -> str:
     return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}..."
 
 
-def _value_difference(path: Path, one: Any, two: Any) -> Difference:
-    what = f"{_abbreviate(one)} and {_abbreviate(two)}"
-    return Difference(place=path_text(path), kind=DifferenceKind.VALUE, what=what)
-
-
-def _only(kind: DifferenceKind, path: Path, node: Any) -> Difference:
-    return Difference(place=path_text(path), kind=kind, what=f"{kind.value}: {_abbreviate(node)}")
-
-
-def _size_bytes(manifest: Manifest, key: str) -> int:
-    tensor = manifest.tensors[key]
-    return math.prod(tensor.shape) * dtype_from_name(tensor.dtype).itemsize
-
-
-def _elements_difference(place: str, count: int, total: int, largest: float) -> Difference:
-    what = f"{count} of {counted(total, 'element')} differ, by up to {largest:.6g}"
-    return Difference(place=place, kind=DifferenceKind.ELEMENTS, what=what, num_elements=count, largest=largest)
-
-
 def _compare_elements(
-    readers: tuple[CheckpointReader, CheckpointReader],
-    manifests: tuple[Manifest, Manifest],
-    keys: tuple[str, str],
-    progress_meter: ProgressCounter,
+    readers: tuple[CheckpointReader, CheckpointReader], keys: Pair, progress_meter: ProgressCounter
 ) -> tuple[int, int, float] | None:
     """Return the number of differing elements, of all elements, and the largest difference; None if none differ."""
-    dtypes = [dtype_from_name(manifest.tensors[key].dtype) for manifest, key in zip(manifests, keys, strict=True)]
-    shape = manifests[0].tensors[keys[0]].shape
+    tensors = [reader.manifest.tensors[key] for reader, key in zip(readers, keys, strict=True)]
+    dtypes, shape = [dtype_from_name(tensor.dtype) for tensor in tensors], tensors[0].shape
     count, largest = 0, 0.0
     # A difference takes up to 16 bytes per element.
     for band in row_blocks(shape, ROW_BLOCK_BYTES // 16):
@@ -222,7 +182,8 @@ def _compare_elements(
         for reader, key, part in zip(readers, keys, parts, strict=True):
             reader.read_box(key, band, part)
         progress_meter.add(band.numel * dtypes[0].itemsize)
-        if _is_equal(*parts):
+        # Most are equal bit by bit, which is found at once.
+        if dtypes[0] is dtypes[1] and torch.equal(*[each.reshape(-1).view(torch.uint8) for each in parts]):
             continue
         found, most = _count_differences(*parts)
         count, largest = count + found, max(largest, most)
@@ -242,21 +203,11 @@ def _count_differences(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float
 
 def _count_integer_differences(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
     """The same for integers, exact beyond float64's precision."""
-    bits, rounded = zip(*[(_integer_bits(each), each.to(torch.float64)) for each in (one, two)], strict=True)
+    bits = [each.view(torch.int64) if each.dtype is torch.uint64 else each.to(torch.int64) for each in (one, two)]
+    rounded = [each.to(torch.float64) for each in (one, two)]
     differs = (bits[0] != bits[1]) | (rounded[0] != rounded[1])
     exact = (bits[0] - bits[1])[differs].to(torch.float64).abs()
     about = (rounded[0] - rounded[1])[differs].abs()
     # Small differences are exact in 64-bit integers; large ones overflow.
     distance = torch.where(about < 2.0**62, exact, about)
     return distance.numel(), float(distance.max()) if distance.numel() else 0.0
-
-
-def _integer_bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int64) if tensor.dtype is torch.uint64 else tensor.to(torch.int64)
-
-
-def _is_equal(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Return whether two tensors are equal bit by bit."""
-    if one.dtype is not two.dtype:
-        return False
-    return torch.equal(*[each.reshape(-1).view(torch.uint8) for each in (one, two)])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import datetime as dt
+from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.checkpoint.format.dtypes import dtype_from_name
 from ferrodist.checkpoint.format.tree import child_nodes, leaf_text, split_node
-from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.reader import read_manifest
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.checkpoint.tools.verify import verify
 
@@ -101,11 +101,8 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping
     Raises:
         DistCheckpointError: The checkpoint is missing, or its manifest is damaged.
     """
-    storage = open_storage(path, storage_options)
-    try:
+    with closing(open_storage(path, storage_options)) as storage:
         manifest = read_manifest(storage)
-    finally:
-        storage.close()
     report = verify(path, contents=False, storage_options=storage_options)
     created = dt.datetime.fromtimestamp(manifest.created_ns // 10**9, tz=dt.timezone.utc)
     return Inspection(
@@ -128,25 +125,19 @@ def _entries(manifest: Manifest, node: Any, place: tuple[str, ...]) -> Iterator[
         yield StateEntry(place=place, kind="value", value=leaf_text(node)[:_MAX_VALUE_LENGTH])
         return
     if mark in ("tensor", "array"):
-        yield StateEntry(place=place, kind=mark, tensor=_tensor_facts(manifest, content))
+        tensor = manifest.tensors[content]
+        facts = TensorFacts(
+            key=content,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            size_bytes=tensor.size_bytes,
+            placement=tensor.placement,
+            num_shards=len(tensor.shards),
+            files=tuple(dict.fromkeys(manifest.files[shard.file].name for shard in tensor.shards)),
+        )
+        yield StateEntry(place=place, kind=mark, tensor=facts)
         return
     yield StateEntry(place=place, kind="dict" if mark == "pairs" else mark, value=str(len(content)))
     for key, each in child_nodes(node):
         name = leaf_text(key) if mark == "pairs" else f"rank {key}" if mark == "per_rank" else str(key)
         yield from _entries(manifest, each, (*place, name))
-
-
-def _tensor_facts(manifest: Manifest, key: str) -> TensorFacts | None:
-    tensor = manifest.tensors.get(key)
-    if tensor is None:
-        return None
-    files = dict.fromkeys(manifest.files[shard.file].name for shard in tensor.shards)
-    return TensorFacts(
-        key=key,
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        size_bytes=prod(tensor.shape) * dtype_from_name(tensor.dtype).itemsize,
-        placement=tensor.placement,
-        num_shards=len(tensor.shards),
-        files=tuple(files),
-    )

@@ -8,7 +8,9 @@ each file's bytes come in the file's order. `rewrite` also takes sources in othe
 
 from __future__ import annotations
 
+import contextlib
 import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -17,13 +19,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ferrodist.arguments import check_int
-from ferrodist.checkpoint.format.dtypes import dtype_from_name
+from ferrodist.checkpoint.commit import check_owned, commit, make_manifest
+from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.format.tree import child_nodes, split_node
-from ferrodist.checkpoint.reader import CheckpointReader
-from ferrodist.checkpoint.retention import check_owned, read_manifest
-from ferrodist.checkpoint.save import DEFAULT_FILE_BYTES, commit, make_manifest
-from ferrodist.checkpoint.save_plan import BoxReport, SavePlan, StateReport, TensorReport, plan_save
-from ferrodist.checkpoint.storage import open_storage
+from ferrodist.checkpoint.reader import CheckpointReader, read_manifest
+from ferrodist.checkpoint.save_plan import (
+    DEFAULT_FILE_BYTES,
+    BoxReport,
+    SavePlan,
+    Span,
+    StateReport,
+    TensorReport,
+    plan_save,
+)
+from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.checkpoint.writer import FileStream, bytes_of
 from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
 from ferrodist.deadline import Deadline, default_timeout
@@ -33,10 +42,11 @@ from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ferrodist.checkpoint.save_plan import Span
-    from ferrodist.checkpoint.storage.base import Storage
+ProgressCallback = Callable[[int, int], None]
+"""Called with the bytes done, and their total."""
+ChooseDim = Callable[[str, tuple[int, ...]], int | None]
+"""Returns the sharded dim for a tensor's key and shape; None leaves it whole."""
 
 ROW_BLOCK_BYTES = 16 << 20
 """The size of a block of rows; large enough to hide the latency of reads."""
@@ -65,11 +75,6 @@ def row_blocks(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
             yield Box((row, *rows.offsets), (1, *rows.shape))
 
 
-if TYPE_CHECKING:
-    ProgressCallback = Callable[[int, int], None]
-    """Called with the bytes done, and their total."""
-
-
 class ProgressCounter:
     """Counts bytes and reports them; ``report`` is called at the beginning and after each `add`."""
 
@@ -84,11 +89,6 @@ class ProgressCounter:
         self._done += count
         if self._report is not None:
             self._report(self._done, self._total)
-
-
-if TYPE_CHECKING:
-    ChooseDim = Callable[[str, tuple[int, ...]], int | None]
-    """Returns the sharded dim for a tensor's key and shape; None leaves it whole."""
 
 
 DEFAULT_MEMORY_BYTES = 256 << 20
@@ -170,7 +170,9 @@ def rewrite(
         del reports
         storage.begin(save_id)
         files = [[FileStream(storage, save_id, file, plan.tensors) for file in own] for own in plan.files]
-        _write(source_state, plan, files, _num_open_ranks(storage, options), options)
+        # Files in an object store take memory while they are open.
+        max_open = _MAX_OPEN_FILES if storage.is_staged else max(1, options.max_memory_bytes // 2 // _UPLOAD_BYTES)
+        _write(source_state, plan, files, min(max_open, _MAX_OPEN_FILES), options)
         manifest = make_manifest(
             plan,
             [[file.report() for file in own] for own in files],
@@ -179,25 +181,12 @@ def rewrite(
         )
         commit(storage, manifest, Deadline(default_timeout()), single_name=single_name)
     except BaseException as error:
-        _discard(storage, save_id)
+        with contextlib.suppress(OSError):  # the error that is being raised says more
+            storage.discard(save_id)
+            storage.remove_leftovers()
         if isinstance(error, OSError):
             raise DistCheckpointError(f"could not write a checkpoint at {storage.url}: {error}") from error
         raise
-
-
-def _discard(storage: Storage, save_id: str) -> None:
-    try:
-        storage.discard(save_id)
-        storage.remove_leftovers()
-    except OSError:
-        pass  # the error that is being raised says more
-
-
-def _num_open_ranks(storage: Storage, options: RewriteOptions) -> int:
-    """The number of ranks whose files may be open at a time."""
-    if storage.is_staged:
-        return _MAX_OPEN_FILES
-    return max(1, min(_MAX_OPEN_FILES, options.max_memory_bytes // 2 // _UPLOAD_BYTES))
 
 
 def _make_reports(source_state: RewriteSource, options: RewriteOptions) -> list[StateReport]:
@@ -209,22 +198,19 @@ def _make_reports(source_state: RewriteSource, options: RewriteOptions) -> list[
         if (owner := own.get(key)) is not None:
             ranks = [owner % options.num_ranks]
         dim = options.choose(key, shape) if owner is None else None
-        if dim is None:
-            boxes = [[BoxReport((0,) * len(shape), shape)]] * len(ranks)
-            placement = "whole"
-        else:
-            boxes = [[box] if prod(box.shape) else [] for box in _divide(shape, dim, options.num_ranks)]
+        boxes = [BoxReport((0,) * len(shape), shape)] * len(ranks)
+        placement = "whole"
+        if dim is not None:
+            after = len(shape) - dim - 1
+            boxes = [
+                BoxReport((*[0] * dim, begin, *[0] * after), (*shape[:dim], end - begin, *shape[dim + 1 :]))
+                for begin, end in pairwise(offsets_of(compute_shard_sizes(shape[dim], options.num_ranks)))
+            ]
             placement = f"Shard({dim}) over {counted(options.num_ranks, 'rank')}"
-        for rank, boxes_of_rank in zip(ranks, boxes, strict=True):
-            reports[rank].tensors[key] = TensorReport(shape, dtype, placement, boxes_of_rank)
+        for rank, box in zip(ranks, boxes, strict=True):
+            own_boxes = [] if dim is not None and prod(box.shape) == 0 else [box]
+            reports[rank].tensors[key] = TensorReport(shape, dtype, placement, own_boxes)
     return reports
-
-
-def _divide(shape: tuple[int, ...], dim: int, num_ranks: int) -> Iterator[BoxReport]:
-    """Yield each rank's box."""
-    for begin, end in pairwise(offsets_of(compute_shard_sizes(shape[dim], num_ranks))):
-        offsets = (*[0] * dim, begin, *[0] * (len(shape) - dim - 1))
-        yield BoxReport(offsets, (*shape[:dim], end - begin, *shape[dim + 1 :]))
 
 
 def _has_per_rank(node: Any) -> bool:
@@ -251,6 +237,7 @@ def _write(
     source_state: RewriteSource, plan: SavePlan, files: list[list[FileStream]], max_open: int, options: RewriteOptions
 ) -> None:
     sizes = {key: dtype_from_name(tensor.dtype).itemsize for key, tensor in plan.tensors.items()}
+    order = {key: (-sizes[key], index) for index, key in enumerate(plan.tensors)}  # in files, as `plan_save` has it
     total = sum(prod(tensor.shape) * sizes[key] for key, tensor in plan.tensors.items())
     progress = ProgressCounter(total, options.progress)
     # A row block, a copy if it isn't contiguous in the source, a copy of a part of it, and the blocks to check.
@@ -262,9 +249,8 @@ def _write(
             for span in file.plan.spans:
                 consumers.setdefault(span.key, []).append((span, file))
         try:
-            for key in sorted(consumers, key=_file_order(plan, sizes)):
-                row_ranges = row_blocks(plan.tensors[key].shape, max(1, block_bytes // sizes[key]))
-                for rows in row_ranges:
+            for key in sorted(consumers, key=order.__getitem__):
+                for rows in row_blocks(plan.tensors[key].shape, max(1, block_bytes // sizes[key])):
                     progress.add(_write_rows(source_state.source, key, plan.tensors[key].dtype, rows, consumers[key]))
             for file in streams:
                 file.close()
@@ -274,24 +260,19 @@ def _write(
             raise
 
 
-def _file_order(plan: SavePlan, sizes: Mapping[str, int]) -> Callable[[str], tuple[int, int]]:
-    """Return the sort key of tensors in files, as `plan_save` orders them."""
-    positions = {key: position for position, key in enumerate(plan.tensors)}
-    return lambda key: (-sizes[key], positions[key])
-
-
 def _write_rows(
     source: BoxSource, key: str, dtype: str, rows: Box, consumers: Sequence[tuple[Span, FileStream]]
 ) -> int:
     """Write a block of rows to each file that needs a part of it; return the number of bytes."""
-    overlaps = [(span, file, Box(span.offsets, span.shape).intersect(rows)) for span, file in consumers]
-    wanted = [(span, file, part) for span, file, part in overlaps if part is not None]
-    if not wanted:
-        return 0
-    tensor = torch.empty(rows.shape, dtype=dtype_from_name(dtype), device="cpu")
-    source.read_box(key, rows, tensor)
+    tensor: torch.Tensor | None = None
     written = 0
-    for span, file, part in wanted:
+    for span, file in consumers:
+        part = Box(span.offsets, span.shape).intersect(rows)
+        if part is None:
+            continue
+        if tensor is None:
+            tensor = torch.empty(rows.shape, dtype=dtype_from_name(dtype), device="cpu")
+            source.read_box(key, rows, tensor)
         data = bytes_of(part.within(rows).take(tensor))
         file.add(span, data)
         written += len(data)
@@ -343,8 +324,10 @@ def reshard(
         max_memory_bytes=max_memory_bytes,
         progress=progress,
     )
-    storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
-    try:
+    with (
+        contextlib.closing(open_storage(path, storage_options)) as storage,
+        contextlib.closing(open_storage(new_path, new_storage_options)) as new_storage,
+    ):
         manifest = read_manifest(storage)
         source_state = RewriteSource(
             tree=manifest.tree,
@@ -353,6 +336,3 @@ def reshard(
             world_size=manifest.world_size,
         )
         rewrite(source_state, new_storage, options)
-    finally:
-        storage.close()
-        new_storage.close()

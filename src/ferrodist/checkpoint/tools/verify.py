@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME, hash_bytes
-from ferrodist.checkpoint.format.safetensors import expected_entries, parse_header
+from ferrodist.checkpoint.commit import make_index
+from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME, FileEntry, Manifest, ShardEntry, hash_bytes
+from ferrodist.checkpoint.format.safetensors import HeaderEntry, parse_header, to_safetensors
 from ferrodist.checkpoint.format.tree import referenced_keys
-from ferrodist.checkpoint.retention import read_manifest
-from ferrodist.checkpoint.save import make_index
-from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import ProgressCounter
+from ferrodist.checkpoint.reader import read_manifest
+from ferrodist.checkpoint.storage import Storage, open_storage
+from ferrodist.checkpoint.tools.reshard import ProgressCallback, ProgressCounter
+from ferrodist.checkpoint.writer import name_in_file
 from ferrodist.errors import DistCheckpointError
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
-    from typing import Any
-
-    from ferrodist.checkpoint.format.manifest import FileEntry, Manifest, ShardEntry
-    from ferrodist.checkpoint.storage.base import Storage
-    from ferrodist.checkpoint.tools.reshard import ProgressCallback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,20 +92,18 @@ def verify(
     Raises:
         DistCheckpointError: The checkpoint is missing.
     """
-    storage = open_storage(path, storage_options)
-    try:
-        names = set(storage.list_names())
+    with closing(open_storage(path, storage_options)) as storage:
         try:
-            manifest = read_manifest(storage)
-        except DistCheckpointError as error:
-            if MANIFEST_NAME not in names:
-                raise
-            return VerificationReport(url=storage.url, problems=(Problem(file=MANIFEST_NAME, what=error.message),))
-        return _Verifier(storage, manifest, names, progress, contents=contents).run()
-    except OSError as error:
-        raise DistCheckpointError(f"{storage.url} can't be read: {error}") from error
-    finally:
-        storage.close()
+            names = set(storage.list_names())
+            try:
+                manifest = read_manifest(storage)
+            except DistCheckpointError as error:
+                if MANIFEST_NAME not in names:
+                    raise
+                return VerificationReport(url=storage.url, problems=(Problem(file=MANIFEST_NAME, what=error.message),))
+            return _Verifier(storage, manifest, names, progress, contents=contents).run()
+        except OSError as error:
+            raise DistCheckpointError(f"{storage.url} can't be read: {error}") from error
 
 
 class _Verifier:
@@ -125,7 +120,9 @@ class _Verifier:
     ) -> None:
         self._storage = storage
         self._manifest = manifest
-        self._names = names
+        known = {MANIFEST_NAME, INDEX_NAME, *(file.name for file in manifest.files)}
+        self._has_index = INDEX_NAME in names
+        self._others = sorted(names - known)
         self._contents = contents
         self._progress = ProgressCounter(sum(map(self._bytes_to_read, manifest.files)), progress)
         self._size_bytes = 0
@@ -139,13 +136,15 @@ class _Verifier:
 
     def run(self) -> VerificationReport:
         """Run all checks."""
-        problems = list(self._check_tree())
+        # Decoding the manifest has checked that the tree refers to no other tensors.
+        unused = sorted(set(self._manifest.tensors) - set(referenced_keys(self._manifest.tree)))
+        what = "is a tensor that the state doesn't refer to"
+        problems = [Problem(file=MANIFEST_NAME, tensor=key, what=what) for key in unused]
         for file_index, file in enumerate(self._manifest.files):
             problems += self._check_file(file_index, file)
             self._storage.close()  # there may be more files than can be open together
         problems += self._check_index()
         problems += self._check_others()
-        known = {MANIFEST_NAME, INDEX_NAME, *(file.name for file in self._manifest.files)}
         reported = {problem.file for problem in problems}
         return VerificationReport(
             url=self._storage.url,
@@ -153,25 +152,18 @@ class _Verifier:
             num_tensors=len(self._manifest.tensors),
             size_bytes=self._size_bytes,
             problems=tuple(problems),
-            other_files=tuple(sorted(self._names - known - reported)),
+            other_files=tuple(name for name in self._others if name not in reported),
         )
-
-    def _check_tree(self) -> Iterator[Problem]:
-        """Check that the tree refers to all tensors; decoding the manifest has checked that it refers to no others."""
-        for key in sorted(set(self._manifest.tensors) - set(referenced_keys(self._manifest.tree))):
-            yield Problem(file=MANIFEST_NAME, tensor=key, what="is a tensor that the state doesn't refer to")
 
     def _check_file(self, file_index: int, file: FileEntry) -> Iterator[Problem]:
         shards = sorted(self._shards[file_index], key=lambda each: (each[1].start, each[1].stop))
         try:
             size = self._storage.size_bytes(file.name)
-        except FileNotFoundError:
-            self._progress.add(self._bytes_to_read(file))
-            yield from self._for_each_tensor(file, shards, "is missing")
-            return
         except OSError as error:
             self._progress.add(self._bytes_to_read(file))
-            yield from self._for_each_tensor(file, shards, f"can't be read: {error}")
+            what = "is missing" if isinstance(error, FileNotFoundError) else f"can't be read: {error}"
+            for each in dict.fromkeys(key for key, _ in shards) or [None]:
+                yield Problem(file=file.name, tensor=each, what=what)
             return
         if size != file.size_bytes:
             yield Problem(file=file.name, what=f"has {counted(size, 'byte')} where {file.size_bytes} were written")
@@ -180,13 +172,6 @@ class _Verifier:
         if self._contents:
             for key, shard in shards:
                 yield from self._check_shard(file, key, shard)
-
-    def _for_each_tensor(self, file: FileEntry, shards: list[tuple[str, ShardEntry]], what: str) -> Iterator[Problem]:
-        """Yield the same problem for each tensor of a file."""
-        for key in dict.fromkeys(key for key, _ in shards):
-            yield Problem(file=file.name, tensor=key, what=what)
-        if not shards:
-            yield Problem(file=file.name, what=what)
 
     def _check_header(self, file_index: int, file: FileEntry) -> Iterator[Problem]:
         header = bytearray(file.header_bytes)
@@ -200,7 +185,12 @@ class _Verifier:
         except ValueError as error:
             yield Problem(file=file.name, what=str(error))
             return
-        expected = expected_entries(self._manifest, file_index)
+        expected = {}
+        for key, shard in self._shards[file_index]:
+            tensor = self._manifest.tensors[key]
+            dtype, shape = to_safetensors(tensor.dtype, shard.shape)
+            entry = HeaderEntry(dtype, shape, (shard.start - file.header_bytes, shard.stop - file.header_bytes))
+            expected[name_in_file(key, shard.offsets, shard.shape, tensor.shape)] = key, entry
         for name, (key, entry) in expected.items():
             if found.get(name) != entry:
                 what = "lacks it" if name not in found else f"says {found[name]} of it"
@@ -246,7 +236,7 @@ class _Verifier:
     def _check_index(self) -> Iterator[Problem]:
         """Check that Hugging Face's tools find the tensors."""
         expected = make_index(self._manifest)
-        if INDEX_NAME not in self._names:
+        if not self._has_index:
             if expected is not None:
                 yield Problem(file=INDEX_NAME, what="is missing: Hugging Face's tools won't find the tensors")
             return
@@ -263,8 +253,7 @@ class _Verifier:
 
     def _check_others(self) -> Iterator[Problem]:
         """Report leftovers of saves, and files that readers of the folder could take for a part of it."""
-        known = {MANIFEST_NAME, INDEX_NAME, *(file.name for file in self._manifest.files)}
-        for name in sorted(self._names - known):
+        for name in self._others:
             if name.endswith(".safetensors"):
                 yield Problem(file=name, what="is not of this checkpoint: remove it, or save again to remove it")
             elif name.startswith((f".{MANIFEST_NAME}.", f".{INDEX_NAME}.")):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import struct
 from contextlib import contextmanager
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,9 +54,14 @@ _COUNT = struct.Struct("<q")
 class DataPlaneEngine(ReferenceEngine):
     """A `HostEngine` of a group with a `data_plane`; collectives run one after the other, in their order."""
 
+    def __init__(self, group: Backend) -> None:
+        super().__init__(group)
+        assert group.data_plane is not None
+        self._data_plane = group.data_plane
+
     def await_turn(self, sequence: int) -> None:
         """Return when all earlier collectives have ended, or the group has failed."""
-        _data_plane_of(self._group).sequencer.wait(sequence, math.inf)
+        self._data_plane.sequencer.wait(sequence, math.inf)
 
     def run(self, op: CollectiveOp, sequence: int) -> list[bytes] | None:
         """Run a collective."""
@@ -77,9 +82,9 @@ class DataPlaneEngine(ReferenceEngine):
         """Use the group's data plane exclusively, once all ranks have made the call."""
         deadline = Deadline(op.timeout)
         call = op.signature(payload=payload)
-        with _data_plane_of(self._group).sequencer.hold(sequence, op.timeout):  # without a turn the agreement raises
+        with self._data_plane.sequencer.hold(sequence, op.timeout):  # without a turn the agreement raises
             payloads = self._group.verifier.verify(call, deadline.remaining(), sequence)
-            run = _DataPlaneRun(self._group, op, call, sequence, deadline, payloads)
+            run = _DataPlaneRun(self._group, op, call, sequence, deadline, payloads, self._data_plane)
             try:
                 yield run
             except DistributedError:
@@ -90,24 +95,23 @@ class DataPlaneEngine(ReferenceEngine):
                 raise
 
 
+@dataclass
 class _DataPlaneRun(CollectiveRun):
     """One collective in progress, on which all ranks have agreed, over the data plane."""
 
-    @property
-    def _data_plane(self) -> DataPlane:
-        return _data_plane_of(self._group)
+    data_plane: DataPlane
 
     def move(self, start: Callable[[DataPlane], list[Any]]) -> None:
         """Run one step, which ``start(data_plane)`` starts."""
         if self.world_size > 1:
-            self._wait(start(self._data_plane))
+            self._wait(start(self.data_plane))
 
     def _wait(self, requests: list[Any]) -> None:
         def wait() -> None:
-            if not self._data_plane.wait_for(requests, self.deadline):
-                if self._group.failure is not None:
-                    raise self._group.failure.fresh()
-                stragglers = self._group.find_stragglers(
+            if not self.data_plane.wait_for(requests, self.deadline):
+                if self.group.failure is not None:
+                    raise self.group.failure.fresh()
+                stragglers = self.group.find_stragglers(
                     tuple(sorted(self.peers)), answer_seconds(self.deadline.timeout)
                 )
                 error = DistributedTimeoutError("the data did not come", ranks=stragglers.ranks)
@@ -126,8 +130,8 @@ class _DataPlaneRun(CollectiveRun):
     def blocks(self, counts: Sequence[int], tensor: torch.Tensor) -> list[Block]:
         """Offset and size of each rank's part of a tensor, in bytes; the size of this rank's is 0."""
         sizes = _in_bytes(counts, tensor)
-        offsets = [0, *accumulate(sizes)]
-        return [(offsets[rank], size if rank != self.rank else 0) for rank, size in enumerate(sizes)]
+        pairs = zip(offsets_of(sizes), sizes, strict=False)
+        return [(offset, size if rank != self.rank else 0) for rank, (offset, size) in enumerate(pairs)]
 
     def check_counts(self) -> None:
         """Raise if a rank sends another number of elements than this one expects."""
@@ -144,8 +148,8 @@ class _DataPlaneRun(CollectiveRun):
         for peer in self.peers:
             if incoming[peer] != op.recv_counts[peer]:
                 error = self.unmet(peer, op.recv_counts[peer] // op.unit)
-                self._group.abort(error)
-                raise (self._group.failure or error).fresh()
+                self.group.abort(error)
+                raise (self.group.failure or error).fresh()
 
     def fold_chunks(self, out: torch.Tensor, counts: Sequence[int]) -> None:
         """Fold chunk ``rank`` of every rank's ``source`` into ``out``, segment by segment.
@@ -170,7 +174,7 @@ class _DataPlaneRun(CollectiveRun):
             size = _length(mine, begin, step) * item
             incoming = [(rank * table.shape[1] * item, size) for rank in range(self.world_size)]
             incoming[self.rank] = (0, 0)
-            return self._data_plane.all_to_all(bytes_of(table), incoming, data, outgoing) if self.world_size > 1 else []
+            return self.data_plane.all_to_all(bytes_of(table), incoming, data, outgoing) if self.world_size > 1 else []
 
         num_segments = -(-max(counts) // step)
         pending = start(0) if num_segments else []
@@ -187,12 +191,7 @@ class _DataPlaneRun(CollectiveRun):
                     inputs = [own if rank == self.rank else table[rank, :length] for rank in range(self.world_size)]
                     out[begin : begin + length].copy_(self.fold(inputs))
         finally:
-            self._data_plane.abandon(pending)
-
-
-def _data_plane_of(group: Backend) -> DataPlane:
-    assert group.data_plane is not None
-    return group.data_plane
+            self.data_plane.abandon(pending)
 
 
 def _length(count: int, begin: int, step: int) -> int:
@@ -208,18 +207,9 @@ def _encode_counts(counts: Sequence[int]) -> bytes:
     return b"".join(map(_COUNT.pack, counts))
 
 
-def _allreduce(run: _DataPlaneRun) -> None:
-    out, source = run.op.out, run.op.source
-    if source.nbytes <= _ONE_STEP_BYTES or run.world_size == 1:
-        out.copy_(run.fold(run.collect(source)))
-        return
-    counts = compute_shard_sizes(source.numel(), run.world_size)
-    run.fold_chunks(torch.split(out, counts)[run.rank], counts)
-    run.move(lambda plane: plane.all_gather(bytes_of(out), _in_bytes(counts, out)))
-
-
-def _reduce(run: _DataPlaneRun) -> None:
-    out, source, root = run.op.out, run.op.source, run.op.root
+def _fold(run: _DataPlaneRun) -> None:
+    """Allreduce and reduce."""
+    op, out, source = run.op, run.op.out, run.op.source
     if source.nbytes <= _ONE_STEP_BYTES or run.world_size == 1:
         inputs = run.collect(source)
         if out is not None:
@@ -228,8 +218,11 @@ def _reduce(run: _DataPlaneRun) -> None:
     counts = compute_shard_sizes(source.numel(), run.world_size)
     own = source.new_empty(counts[run.rank]) if out is None else torch.split(out, counts)[run.rank]
     run.fold_chunks(own, counts)
-    data = own if out is None else out
-    run.move(lambda plane: plane.gather(bytes_of(data), _in_bytes(counts, data), root))
+    data, sizes = own if out is None else out, _in_bytes(counts, source)
+    if op.kind is CollectiveKind.ALLREDUCE:
+        run.move(lambda plane: plane.all_gather(bytes_of(data), sizes))
+    else:
+        run.move(lambda plane: plane.gather(bytes_of(data), sizes, op.root))
 
 
 def _broadcast(run: _DataPlaneRun) -> None:
@@ -268,8 +261,8 @@ def _all_to_all(run: _DataPlaneRun) -> None:
 
 
 _ALGORITHMS: dict[CollectiveKind, Callable[[_DataPlaneRun], None]] = {
-    CollectiveKind.ALLREDUCE: _allreduce,
-    CollectiveKind.REDUCE: _reduce,
+    CollectiveKind.ALLREDUCE: _fold,
+    CollectiveKind.REDUCE: _fold,
     CollectiveKind.BROADCAST: _broadcast,
     CollectiveKind.ALL_GATHER: _all_gather,
     CollectiveKind.GATHER: _gather,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 import struct
-import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,7 @@ from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import flatten, writing_to
 from ferrodist.collectives.cuda import SEGMENT_BYTES, CopyPipeline, NotReachedError, wait_until_passed
 from ferrodist.collectives.engines.gpu_staged_plan import StagedOp
-from ferrodist.collectives.engines.host import host_engine_of
+from ferrodist.collectives.engines.host import attached_to, host_engine_of
 from ferrodist.collectives.payloads import dtype_text, unpack_payloads
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
 from ferrodist.collectives.symmetric_memory import empty_symmetric
@@ -197,9 +196,7 @@ class HostStagedEngine:
             self._wait_until_idle(deadline)
             for pipeline in list(self._pipelines.values()):
                 pipeline.synchronize(deadline)
-        except (NotReachedError, TimeoutError) as error:
-            if isinstance(error, DistributedError):  # the group's failure
-                raise
+        except NotReachedError:
             raise DistributedTimeoutError(
                 f"what was started on GPUs in group {self._group.name!r} is not done after {Elapsed.of(deadline)} (rank"
                 f" {self._group.rank}): call synchronize() again"
@@ -208,7 +205,7 @@ class HostStagedEngine:
     def _wait_until_idle(self, deadline: Deadline) -> None:
         if not self._sequencer.wait_until_idle(deadline.remaining()):
             self._check_alive()
-            raise TimeoutError
+            raise NotReachedError
 
     def _free_pipelines(self) -> None:
         """Free the slots' memory, unless a device that hangs may still copy from it."""
@@ -218,19 +215,9 @@ class HostStagedEngine:
                 del self._pipelines[device]
 
 
-_making = threading.Lock()
-
-
 def host_staged_engine_of(group: Backend) -> HostStagedEngine:
     """The staged engine of a group, made when first needed."""
-    found = group.attachments.get(_KEY)
-    if found is None:
-        with _making:
-            found = group.attachments.get(_KEY)
-            if found is None:
-                found = group.attachments[_KEY] = HostStagedEngine(group)
-    assert isinstance(found, HostStagedEngine)
-    return found
+    return attached_to(group, _KEY, HostStagedEngine)
 
 
 def _decode_signature(operation: str, fields: tuple[int, ...], sequence: int) -> CollectiveSignature:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, TypeVar
 
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.collectives.engines.data_plane import DataPlaneEngine
 from ferrodist.collectives.engines.reference import ReferenceEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ferrodist.backends.base import Backend
     from ferrodist.backends.engine import HostEngine
 
+_T = TypeVar("_T")
 _KEY = "collectives.reference"
+_making = threading.Lock()
 
 
 def host_engine_of(group: Backend) -> HostEngine:
@@ -20,11 +25,17 @@ def host_engine_of(group: Backend) -> HostEngine:
     engine: HostEngine | None = group.engine("cpu")
     if engine is not None:
         return engine
-    found = group.attachments.get(_KEY)
+    return attached_to(group, _KEY, ReferenceEngine if group.data_plane is None else DataPlaneEngine)
+
+
+def attached_to(group: Backend, key: str, make: Callable[[Backend], _T]) -> _T:
+    """The object that is attached to a group under a name, made by ``make(group)`` when first needed."""
+    found: _T | None = group.attachments.get(key)
     if found is None:
-        made = ReferenceEngine(group) if group.data_plane is None else DataPlaneEngine(group)
-        found = group.attachments.setdefault(_KEY, made)
-    assert isinstance(found, ReferenceEngine)
+        with _making:
+            found = group.attachments.get(key)
+            if found is None:
+                found = group.attachments[key] = make(group)
     return found
 
 

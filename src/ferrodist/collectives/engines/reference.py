@@ -21,6 +21,7 @@ before its receives are posted, so it can't deadlock for any order of arrival an
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -101,30 +102,25 @@ def payload_of(op: CollectiveOp, rank: int) -> tuple[bytes, bool]:
     return b"", False
 
 
+@dataclass
 class CollectiveRun:
     """One collective in progress, on which all ranks have agreed."""
 
-    def __init__(  # noqa: PLR0917 - what `reach` has and gives
-        self,
-        group: Backend,
-        op: CollectiveOp,
-        call: CollectiveSignature,
-        sequence: int,
-        deadline: Deadline,
-        payloads: list[bytes],
-    ) -> None:
-        self.op = op
-        self.rank = group.rank
-        self.world_size = group.world_size
+    group: Backend
+    op: CollectiveOp
+    call: CollectiveSignature
+    sequence: int
+    deadline: Deadline
+    payloads: list[bytes]  # by rank
+
+    def __post_init__(self) -> None:
+        self.rank, self.world_size = self.group.rank, self.group.world_size
         # The other ranks, starting after this one, so that not all ranks send to the same one first.
-        self.peers = [(group.rank + i) % group.world_size for i in range(1, group.world_size)]
-        self._group = group
-        self._call = call
-        self._sequence = sequence
-        self.deadline = deadline
-        self._payloads = payloads
-        self._tag = channel_tag(Channel.DATA, sequence)
-        self._factors = self._read_factors()
+        self.peers = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+        self._tag = channel_tag(Channel.DATA, self.sequence)
+        self._factors = None  # every rank's, of a premultiplied sum
+        if isinstance(self.op.op, PremultipliedSum):
+            self._factors = [_FACTOR.unpack(self.payload(rank, _FACTOR.size))[0] for rank in range(self.world_size)]
 
     def tensor(self, rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         """The elements in the payload of a rank's call."""
@@ -141,30 +137,20 @@ class CollectiveRun:
         """Fold one tensor a rank by the call's reduction."""
         return fold(self.op.op, inputs, self._factors)
 
-    def _read_factors(self) -> list[float] | None:
-        """Every rank's factor of a premultiplied sum."""
-        if not isinstance(self.op.op, PremultipliedSum):
-            return None
-        return [_FACTOR.unpack(self.payload(rank, _FACTOR.size))[0] for rank in range(self.world_size)]
-
     def payload(self, rank: int, size_bytes: int) -> bytes:
         """The payload of a rank's call; aborts the group unless it has ``size_bytes``."""
-        payload = self._payloads[rank]
+        payload = self.payloads[rank]
         if len(payload) != size_bytes:
             error = ProtocolError(
-                f"rank {rank} of group {self._group.name!r} sent {len(payload)} bytes with its {self._call}, operation"
-                f" {self._sequence}, which takes {size_bytes}",
+                f"rank {rank} of group {self.group.name!r} sent {len(payload)} bytes with its {self.call}, operation"
+                f" {self.sequence}, which takes {size_bytes}",
                 ranks=(rank,),
             )
-            self._group.abort(error)
+            self.group.abort(error)
             raise error
         return payload
 
-    def exchange(
-        self,
-        sends: Iterable[tuple[int, torch.Tensor]],
-        receives: Iterable[tuple[int, torch.Tensor]],
-    ) -> None:
+    def exchange(self, sends: Iterable[tuple[int, torch.Tensor]], receives: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Run one step: all these receives and sends of (rank, tensor) at the same time."""
         self.guard(
             lambda: wait_all(
@@ -200,9 +186,9 @@ class CollectiveRun:
         pending: list[Request] = []
         try:
             for peer, tensor in receives:
-                pending.append(self._group.irecv(bytes_of(tensor), peer, tag=self._tag))
+                pending.append(self.group.irecv(bytes_of(tensor), peer, tag=self._tag))
             for peer, tensor in sends:
-                pending.append(self._group.isend(bytes_of(tensor), peer, tag=self._tag))
+                pending.append(self.group.isend(bytes_of(tensor), peer, tag=self._tag))
         except BaseException:
             for request in pending:
                 request.cancel()
@@ -212,7 +198,7 @@ class CollectiveRun:
     def unmet(self, peer: int, num_rows: int) -> SizeMismatchError:
         """The error of a peer that sends another number of rows than this rank expects."""
         return SizeMismatchError(
-            f"{self._call} on group {self._group.name!r}, operation {self._sequence}: rank {self.rank} expects"
+            f"{self.call} on group {self.group.name!r}, operation {self.sequence}: rank {self.rank} expects"
             f" {num_rows} {'row' if num_rows == 1 else 'rows'} from rank {peer} (recv_counts[{peer}]), which sends it"
             f" another number: its send_counts[{self.rank}] must be {num_rows} too.",
             ranks=(peer,),
@@ -259,18 +245,18 @@ class CollectiveRun:
         except GroupClosedError:
             raise
         except DistributedTimeoutError as error:
-            failure = self._group.failure or DistributedTimeoutError(
-                f"{self._call} on group {self._group.name!r}, operation {self._sequence}: all ranks have called it, but"
+            failure = self.group.failure or DistributedTimeoutError(
+                f"{self.call} on group {self.group.name!r}, operation {self.sequence}: all ranks have called it, but"
                 f" rank {self.rank} was still exchanging data with {ranks_text(error.ranks)} after"
                 f" {Elapsed.of(self.deadline)}{error.detail}. Pass a larger timeout, or look at what is going"
                 " on there.",
                 ranks=error.ranks,
             )
-            self._group.abort(failure)
-            raise (self._group.failure or failure).fresh() from None
+            self.group.abort(failure)
+            raise (self.group.failure or failure).fresh() from None
         except DistributedError as error:
-            self._group.abort(error)
-            raise (self._group.failure or error).fresh() from None
+            self.group.abort(error)
+            raise (self.group.failure or error).fresh() from None
 
 
 def _has_other_size(receive: Request) -> bool:
@@ -310,42 +296,22 @@ EAGER_ALGORITHMS: dict[CollectiveKind, Callable[[CollectiveRun], None]] = {
 """The rest of a collective whose data has come with the calls."""
 
 
-def _allreduce(run: CollectiveRun) -> None:
+def _fold_onto(run: CollectiveRun, receivers: Sequence[int]) -> None:
+    """Allreduce and reduce: the ranks ``receivers`` get the result."""
     out, source = run.op.out, run.op.source
-    if run.world_size == 1:
-        out.copy_(run.fold([source]))
-    elif source.nbytes <= _ONE_STEP_BYTES:
-        inputs = [source if rank == run.rank else torch.empty_like(source) for rank in range(run.world_size)]
-        run.exchange([(peer, source) for peer in run.peers], [(peer, inputs[peer]) for peer in run.peers])
-        out.copy_(run.fold(inputs))
+    to = [peer for peer in run.peers if peer in receivers]
+    senders = run.peers if run.rank in receivers else []
+    if source.nbytes <= _ONE_STEP_BYTES or run.world_size == 1:
+        inputs = {run.rank: source} | {peer: torch.empty_like(source) for peer in senders}
+        run.exchange([(peer, source) for peer in to], [(peer, inputs[peer]) for peer in senders])
+        if out is not None:
+            out.copy_(run.fold([inputs[rank] for rank in range(run.world_size)]))
     else:
         counts = compute_shard_sizes(source.numel(), run.world_size)
-        chunks = torch.split(out, counts)
-        run.fold_chunks(chunks[run.rank], counts)
-        run.exchange([(peer, chunks[run.rank]) for peer in run.peers], [(peer, chunks[peer]) for peer in run.peers])
-
-
-def _reduce(run: CollectiveRun) -> None:
-    out, source, root = run.op.out, run.op.source, run.op.root
-    if run.world_size == 1:
-        out.copy_(run.fold([source]))
-    elif source.nbytes <= _ONE_STEP_BYTES:
-        if out is None:
-            run.exchange([(root, source)], [])
-            return
-        inputs = [source if rank == run.rank else torch.empty_like(source) for rank in range(run.world_size)]
-        run.exchange([], [(peer, inputs[peer]) for peer in run.peers])
-        out.copy_(run.fold(inputs))
-    else:
-        counts = compute_shard_sizes(source.numel(), run.world_size)
-        if out is None:
-            own = source.new_empty(counts[run.rank])
-            run.fold_chunks(own, counts)
-            run.exchange([(root, own)], [])
-        else:
-            chunks = torch.split(out, counts)
-            run.fold_chunks(chunks[run.rank], counts)
-            run.exchange([], [(peer, chunks[peer]) for peer in run.peers])
+        chunks = [] if out is None else torch.split(out, counts)
+        own = chunks[run.rank] if chunks else source.new_empty(counts[run.rank])
+        run.fold_chunks(own, counts)
+        run.exchange([(peer, own) for peer in to], [(peer, chunks[peer]) for peer in senders])
 
 
 def _broadcast(run: CollectiveRun) -> None:
@@ -402,8 +368,8 @@ def _all_to_all(run: CollectiveRun) -> None:
 
 
 _ALGORITHMS: dict[CollectiveKind, Callable[[CollectiveRun], None]] = {
-    CollectiveKind.ALLREDUCE: _allreduce,
-    CollectiveKind.REDUCE: _reduce,
+    CollectiveKind.ALLREDUCE: lambda run: _fold_onto(run, range(run.world_size)),
+    CollectiveKind.REDUCE: lambda run: _fold_onto(run, [run.op.root]),
     CollectiveKind.BROADCAST: _broadcast,
     CollectiveKind.ALL_GATHER: _all_gather,
     CollectiveKind.GATHER: _gather,

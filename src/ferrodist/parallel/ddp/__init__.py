@@ -1,7 +1,5 @@
 """Distributed data parallelism: every rank has the whole model and a share of each batch."""
 
-from __future__ import annotations
-
 from ferrodist.parallel.ddp import comm_hooks
 from ferrodist.parallel.ddp.bucket import GradientBucket
 from ferrodist.parallel.ddp.ddp import DDP

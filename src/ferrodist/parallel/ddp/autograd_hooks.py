@@ -27,6 +27,7 @@ ends the round at once, with the same two outcomes.
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.autograd.graph import Node
-    from torch.utils.hooks import RemovableHandle
 
 _REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 
@@ -52,10 +52,9 @@ def find_unused_parameters(outputs: Sequence[torch.Tensor], parameters: Sequence
     """
     if not outputs:
         return frozenset()
-    reached: set[int] = set()
+    reached = {id(output) for output in outputs if output.grad_fn is None}
     seen = set()
     queue = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    reached.update(id(output) for output in outputs if output.grad_fn is None)
     while queue:
         node = queue.pop()
         if node in seen:
@@ -67,7 +66,7 @@ def find_unused_parameters(outputs: Sequence[torch.Tensor], parameters: Sequence
         if leaf is not None:
             reached.add(id(leaf))
         queue.extend(child for child, _ in node.next_functions if child is not None)
-    return frozenset(id(parameter) for parameter in parameters if id(parameter) not in reached)
+    return frozenset(map(id, parameters)) - reached
 
 
 class ParameterHooks:
@@ -91,8 +90,8 @@ class ParameterHooks:
         self._on_ready = on_ready
         self.pending: set[int] = set()  # ids of the parameters between the two calls
         self._nodes: list[Node | None] = [None] * len(self._parameters)  # owned, or autograd makes others without hooks
-        self._handles: list[RemovableHandle] = []
-        weakref.finalize(self, _remove, self._handles).atexit = False
+        self._removal = ExitStack()  # of all hooks
+        weakref.finalize(self, self._removal.close).atexit = False
         pending = self.pending
         for param_id, parameter in enumerate(self._parameters):
 
@@ -100,7 +99,7 @@ class ParameterHooks:
                 pending.add(param_id)
                 on_accumulated()
 
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            self._removal.callback(parameter.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
             self._hook_node(param_id)
             _owners[parameter] = weakref.ref(self)
 
@@ -134,16 +133,10 @@ class ParameterHooks:
             pending.discard(param_id)
             on_ready(param_id)
 
-        self._handles.append(node.register_hook(hook))
+        self._removal.callback(node.register_hook(hook).remove)
 
 
-_owners = WeakIdKeyDictionary()
-"""For each parameter a weak reference to its owner."""
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+_owners = WeakIdKeyDictionary()  # for each parameter a weak reference to its owner
 
 
 class BackwardRound:
@@ -157,12 +150,9 @@ class BackwardRound:
         self._is_static = is_static
         self._num_expected = [1] * len(bucket_indices)  # gradients of each position in a backward
         self.has_learned = not is_static
-        self.unused: frozenset[int] = frozenset()
-        """Positions that the outputs of the forwards so far don't depend on."""
-        self.counts: dict[int, int] = {}
-        """Number of gradients that have arrived, by position."""
-        self.versions: tuple[int, ...] = ()
-        """The parameters' version counters when the round opened."""
+        self.unused: frozenset[int] = frozenset()  # positions that the outputs of the forwards so far don't depend on
+        self.counts: dict[int, int] = {}  # number of gradients that have arrived, by position
+        self.versions: tuple[int, ...] = ()  # the parameters' version counters when the round opened
         self._num_missing: list[int] = []
         self._backward_id = -1
         self._is_nested = False

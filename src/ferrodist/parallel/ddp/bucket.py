@@ -30,30 +30,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.arguments import elements_overlap
 from ferrodist.collectives.reduce import async_allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.symmetric_memory import empty_symmetric
 from ferrodist.errors import BackendUnavailable, CollectiveMismatchError, ranks_text
-from ferrodist.parallel.module_guard import check_dense
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from typing import TypeAlias
 
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.work import PendingCollective
 
-    CommHook: TypeAlias = "Callable[[GradientBucket], PendingCollective[torch.Tensor]]"
+CommHook: TypeAlias = "Callable[[GradientBucket], PendingCollective[torch.Tensor]]"
 
-FINGERPRINT_SIZE = 2
-"""Elements of one rank's fingerprint."""
+FINGERPRINT_SIZE = 2  # elements of one rank's fingerprint
 
 _ATTACHMENT = "parallel.data.models"
 _ID_MODULUS = 127
@@ -67,7 +63,6 @@ class BucketSpec:
     dtype: torch.dtype
     device: torch.device
     members: tuple[int, ...]
-    size_bytes: int
 
 
 def compute_bucket_assignment(
@@ -80,25 +75,18 @@ def compute_bucket_assignment(
     which then starts early; a larger tensor gets a bucket of its own. Buckets are ordered by their last member: when
     tensors become ready in the order of the sequence, buckets complete in the order of the list.
     """
-    specs: list[BucketSpec] = []
-    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    limits: dict[tuple[torch.dtype, torch.device], float] = {}
-
-    def close(kind: tuple[torch.dtype, torch.device]) -> None:
-        members, size_bytes = filling.pop(kind)
-        limits[kind] = max_bytes
-        specs.append(BucketSpec(dtype=kind[0], device=kind[1], members=tuple(members), size_bytes=size_bytes))
-
+    buckets: list[tuple[tuple[torch.dtype, torch.device], list[int]]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], float]] = {}  # the last bucket, and its free bytes
     for position, tensor in enumerate(tensors):
         kind = (tensor.dtype, tensor.device)
-        limit = limits.get(kind, max_bytes if first_bytes is None else min(first_bytes, max_bytes))
-        if kind in filling and filling[kind][1] + tensor.nbytes > limit:
-            close(kind)
-        members, size_bytes = filling.setdefault(kind, ([], 0))
+        members, free = filling.get(kind, ([], max_bytes if first_bytes is None else min(first_bytes, max_bytes)))
+        if members and tensor.nbytes > free:
+            members, free = [], max_bytes
+        if not members:
+            buckets.append((kind, members))
         members.append(position)
-        filling[kind] = (members, size_bytes + tensor.nbytes)
-    for kind in list(filling):
-        close(kind)
+        filling[kind] = (members, free - tensor.nbytes)
+    specs = [BucketSpec(dtype=dtype, device=device, members=tuple(members)) for (dtype, device), members in buckets]
     return sorted(specs, key=lambda spec: spec.members[-1])
 
 
@@ -175,22 +163,20 @@ class GradientBucket:
         group: Backend,
         as_views: bool,
     ) -> None:
-        self.index = index
-        self.group = group
+        self.index, self.group = index, group
         self.names = tuple(parameters)
         self.parameters = tuple(parameters.values())
         sizes = [parameter.numel() for parameter in self.parameters]
         self.tensor = memory[: sum(sizes)]
         """All gradients, one after the other: shape (num_elements,)."""
         self.gradients = tuple(
-            _view_like(elements, parameter)
-            for elements, parameter in zip(torch.split(self.tensor, sizes), self.parameters, strict=True)
+            elements.as_strided(each.shape, torch.empty_like(each, device="meta", requires_grad=False).stride())
+            for elements, each in zip(torch.split(self.tensor, sizes), self.parameters, strict=True)
         )
-        """The same memory, as one tensor for each parameter, with its shape and strides."""
+        """The same memory, as one tensor for each parameter, with its shape and, unless it has gaps, its strides."""
         self.absent: list[str] = []
         """Names of the parameters that this rank had no gradient for when the bucket started."""
-        self._memory = memory
-        self._as_views = as_views
+        self._memory, self._as_views = memory, as_views
         self._views: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._view_addresses = tuple(gradient.data_ptr() for gradient in self.gradients)
         self._trailer = memory[sum(sizes) :]
@@ -211,10 +197,6 @@ class GradientBucket:
             for parameter, view in zip(self.parameters, self.gradients, strict=True)
         )
 
-    def check_dense(self) -> None:
-        """Raise for a gradient that is not dense."""
-        check_dense(self.names, self.parameters, self.group, wrapper="DDP")
-
     def copy_in(self, slot: int) -> None:
         """Copy a gradient that has just arrived; see [Note: memory of buckets]."""
         gradient = self.parameters[slot].grad
@@ -222,11 +204,10 @@ class GradientBucket:
             self._copy_gradient(slot, gradient)
 
     def _copy_gradient(self, slot: int, gradient: torch.Tensor) -> None:
-        if self._is_installed(slot, gradient):
-            return
-        self.gradients[slot].copy_(gradient)
-        if self._as_views:
-            self._install_view(slot)
+        if not self._is_installed(slot, gradient):
+            self.gradients[slot].copy_(gradient)
+            if self._as_views:
+                self._install_view(slot)
 
     def _is_installed(self, slot: int, gradient: torch.Tensor | None) -> bool:
         """True if a gradient is the view that `_install_view` made, still with its memory."""
@@ -243,12 +224,9 @@ class GradientBucket:
 
     @torch.no_grad()
     def start(self, hook: CommHook | None, *, is_idle: bool, timeout: float | None = None) -> None:
-        """Fill the bucket and start its reduction.
+        """Fill the bucket, with zeros if this rank ``is_idle``, and start its reduction: an allreduce, or the hook's.
 
-        Args:
-            hook: Communication hook that replaces the allreduce.
-            is_idle: This rank has no batch and contributes zeros.
-            timeout: Seconds for each collective, also the hook's; None uses the group's.
+        ``timeout`` is in seconds, for each collective, also the hook's; None uses the group's.
         """
         self._timeout = timeout
         self._trailer.copy_(self._full_trailer)
@@ -257,7 +235,14 @@ class GradientBucket:
             self.absent += self.names
             self._memory[: len(self._memory) - len(self._full_trailer) + 2 * len(self.parameters)].zero_()
         else:
-            self._copy_gradients()
+            for slot, parameter in enumerate(self.parameters):
+                if parameter.grad is None:
+                    self.absent.append(self.names[slot])
+                    self.gradients[slot].zero_()
+                    self._trailer[slot] = 0
+                    self._trailer[len(self.parameters) + slot] = 1
+                else:
+                    self._copy_gradient(slot, parameter.grad)
         if hook is None:
             self._pending = [
                 async_allreduce(self._memory, ReduceOp.MEAN, group=self.group, out=self._memory, timeout=timeout)
@@ -271,17 +256,6 @@ class GradientBucket:
         trailer = async_allreduce(self._trailer, ReduceOp.MEAN, group=self.group, out=self._trailer, timeout=timeout)
         self._pending = [pending, trailer]
 
-    def _copy_gradients(self) -> None:
-        count = len(self.parameters)
-        for slot, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
-                self.absent.append(self.names[slot])
-                self.gradients[slot].zero_()
-                self._trailer[slot] = 0
-                self._trailer[count + slot] = 1
-            else:
-                self._copy_gradient(slot, parameter.grad)
-
     def wait(self) -> None:
         """Wait for the averages and check that all ranks averaged the same bucket; see [Note: fingerprints]."""
         assert self._pending
@@ -289,27 +263,23 @@ class GradientBucket:
         if len(pending) == 1:
             pending[0].wait()
         else:
-            result = pending[0].wait(self._timeout)  # the hook started its collective without this timeout
+            result: object = pending[0].wait(self._timeout)  # the hook started its collective without this timeout
             pending[1].wait()
-            self._store_result(result)
+            if not isinstance(result, torch.Tensor) or result.numel() != self.tensor.numel():
+                what = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+                raise TypeError(
+                    f"a communication hook's collective gave {what} for a bucket of"
+                    f" {counted(self.tensor.numel(), 'element')}: wait() must return one average for each element of"
+                    " bucket.tensor"
+                )
+            if result.data_ptr() != self.tensor.data_ptr() or result.dtype is not self.tensor.dtype:
+                with torch.no_grad():
+                    self.tensor.copy_(result.reshape(-1))
         trailer: list[complex] = self._trailer.tolist()
         if self.group.failure is not None:  # on a GPU, where wait() may return before the work has ended
             raise self.group.failure.fresh()
         self._grad_mask = trailer[: 2 * len(self.parameters)]
         verify_fingerprints(trailer[2 * len(self.parameters) :], self.group)
-
-    def _store_result(self, result: torch.Tensor) -> None:
-        """Copy the result of a communication hook into the bucket, unless it is there already."""
-        if not isinstance(result, torch.Tensor) or result.numel() != self.tensor.numel():
-            what = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
-            raise TypeError(
-                f"a communication hook's collective gave {what} for a bucket of"
-                f" {counted(self.tensor.numel(), 'element')}: wait() must return one average for each element of"
-                " bucket.tensor"
-            )
-        if result.data_ptr() != self.tensor.data_ptr() or result.dtype is not self.tensor.dtype:
-            with torch.no_grad():
-                self.tensor.copy_(result.reshape(-1))
 
     def find_uneven(self) -> list[str]:
         """Names of the parameters that only some ranks have a gradient for; equal on all ranks."""
@@ -318,11 +288,9 @@ class GradientBucket:
 
     @torch.no_grad()
     def finish(self, scale: float, *, is_idle: bool) -> None:
-        """Give each parameter its average; gradients stay None where no rank has one.
+        """Give each parameter its average, times ``scale``; gradients stay None where no rank has one.
 
-        Args:
-            scale: Factor for the averages.
-            is_idle: This rank has no batch: its gradients stay, though views then hold the others' averages.
+        On a rank that ``is_idle`` gradients stay, though views then hold the others' averages.
         """
         if scale != 1.0:
             self.tensor.mul_(scale)
@@ -334,21 +302,14 @@ class GradientBucket:
                 continue
             if self._as_views:
                 self._install_view(slot)
-            elif gradient is not None and _is_writable(gradient):
+            elif (
+                gradient is not None  # copy_ fails on expanded tensors, and on those made under inference_mode
+                and not gradient.is_inference()
+                and (gradient.is_contiguous() or not elements_overlap(gradient))
+            ):
                 gradient.copy_(average)
             else:
                 parameter.grad = torch.empty_like(parameter).copy_(average)
-
-
-def _is_writable(gradient: torch.Tensor) -> bool:
-    """True if copy_ works: not on expanded tensors, nor on those made under inference_mode."""
-    return not gradient.is_inference() and (gradient.is_contiguous() or not elements_overlap(gradient))
-
-
-def _view_like(elements: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """View flat elements with a parameter's shape and, unless it has gaps, its strides."""
-    strides = torch.empty_like(parameter, device="meta", requires_grad=False).stride()
-    return elements.as_strided(parameter.shape, strides)
 
 
 def make_buckets(
@@ -375,7 +336,7 @@ def make_buckets(
     devices = {spec.device for spec in specs}
     device = devices.pop() if devices else torch.device("cpu")
     assert not devices, "modules on several devices are refused"
-    memory = allocate_flat(sum(sizes), torch.uint8, device, resolve_group(group) if is_symmetric else None)
+    memory = allocate_flat(sum(sizes), torch.uint8, device, group if is_symmetric else None)
     return tuple(
         GradientBucket(
             {names[position]: tensors[position] for position in spec.members},

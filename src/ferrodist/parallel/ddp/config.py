@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from ferrodist.arguments import check_bool
+
 if TYPE_CHECKING:
     from ferrodist.parallel.ddp.bucket import CommHook
 
@@ -30,9 +32,8 @@ class Options:
         if not size > 0:
             raise ValueError(f"bucket_size_mb must be above 0, not {size}")
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "bool" and not isinstance(value, bool):
-                raise TypeError(f"{field.name} must be True or False, not {type(value).__name__}")
+            if field.type == "bool":
+                check_bool(field.name, getattr(self, field.name))
         if self.comm_hook is not None and not callable(self.comm_hook):
             raise TypeError(
                 f"comm_hook must be a function of a bucket, not {type(self.comm_hook).__name__}: see fd.comm_hooks"

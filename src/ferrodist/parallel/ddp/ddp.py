@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import torch
 
+from ferrodist.arguments import check_bool, check_type
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.arguments import check_root
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, add_error_context
 from ferrodist.parallel.ddp.autograd_hooks import find_unused_parameters
-from ferrodist.parallel.ddp.bucket import model_title, register_model
+from ferrodist.parallel.ddp.bucket import CommHook, model_title, register_model
 from ferrodist.parallel.ddp.config import Options
 from ferrodist.parallel.ddp.join import Event, Join
 from ferrodist.parallel.ddp.model_sync import broadcast_tensors, check_supported, verify_module
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ferrodist.backends.base import Backend
-    from ferrodist.parallel.ddp.bucket import CommHook
 
 
 class DDP(TransparentWrapper, Generic[WrappedModule]):
@@ -44,8 +44,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
 
     Construction is a collective: every rank of the group passes the same module, whose parameters and buffers then take
     rank 0's values in place. From there the ranks stay equal bit for bit, as long as their optimizers do the same. When
-    each rank's loss is the mean over a batch of equal size, a step is that of one process with all ranks' batches
-    joined.
+    each rank's loss is the mean over a batch of equal size, a step is that of one process with all batches joined.
 
     Gradients are averaged by the time ``backward()`` returns, and errors between the ranks are raised by it. A
     parameter that has no gradient on any rank keeps None; one that has a gradient on some ranks only is an error on
@@ -68,8 +67,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
     copy then joins the group of the original, and an unpickled DDP the default group.
 
     Args:
-        module: The module, with parameters of any dtypes; shared parameters are reduced once. It is wrapped, not
-            copied.
+        module: The module, with parameters of any dtypes; shared ones are reduced once. It is wrapped, not copied.
         group: The group, on all of whose ranks this is called; None is the default group.
         bucket_size_mb: Gradients are reduced in messages of about this many megabytes (2**20 bytes); the first has one.
         overlap_comm: Average during backward. If False, backward leaves this rank's own gradients, and `sync_gradients`
@@ -113,8 +111,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
         comm_hook: CommHook | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"DDP wraps a torch.nn.Module, not {type(module).__name__}")
+        check_type(module, torch.nn.Module, "DDP wraps a torch.nn.Module")
         self.module = module
         self._options = Options(
             bucket_size_mb=bucket_size_mb,
@@ -267,18 +264,14 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
             RuntimeError: Some rank has no batch left, and ``throw_on_early_termination``. The group stays usable.
             CollectiveMismatchError: On every rank, when the ranks' steps differ.
         """
-        for name, value in (
-            ("divide_by_initial_world_size", divide_by_initial_world_size),
-            ("throw_on_early_termination", throw_on_early_termination),
-        ):
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} must be True or False, not {type(value).__name__}")
+        check_bool("divide_by_initial_world_size", divide_by_initial_world_size)
+        check_bool("throw_on_early_termination", throw_on_early_termination)
         self._refresh_reducer()
         if self._join is not None:
             raise RuntimeError("join() blocks of one DDP can't be nested: one around the training loop is enough")
         self._join = Join(
-            self._group,
-            self._title(),
+            group=self._group,
+            title=self._title(),
             broadcast_buffers=partial(self._broadcast_buffers, "Before forward"),
             shadow_round=lambda: self._refresh_reducer().reduce(is_idle=True),
             broadcast_model=self.broadcast_parameters,
@@ -306,15 +299,13 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
             CollectiveMismatchError: As in backward, for a gradient that only some ranks have.
             DistributedError: Communication between the ranks failed. The group has failed.
         """
-        self._sync_gradients(timeout, one_by_one=True)
+        limit = None if timeout is None else check_timeout(timeout)
+        self._refresh_reducer().reduce(limit, one_by_one=True)
 
     def overlapped_sync_gradients(self, *, timeout: float | None = None) -> None:
         """`sync_gradients` with all buckets under way at once: one is copied while others travel."""
-        self._sync_gradients(timeout, one_by_one=False)
-
-    def _sync_gradients(self, timeout: float | None, *, one_by_one: bool) -> None:
         limit = None if timeout is None else check_timeout(timeout)
-        self._refresh_reducer().reduce(limit, one_by_one=one_by_one)
+        self._refresh_reducer().reduce(limit)
 
     def broadcast_parameters(self, root: int = 0, *, timeout: float | None = None) -> None:
         """Overwrite every rank's parameters and buffers, in place, with those of rank ``root``; every rank must call.
@@ -351,9 +342,8 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
 
     def __getstate__(self) -> dict[str, Any]:
         """The picklable state, without attributes of the group."""
-        state = dict(self.__dict__)
-        for name in _GROUP_ATTRIBUTES:
-            state.pop(name, None)
+        of_group = {"_group", "_guard", "_join", "_in_no_sync", "_model_id"}
+        state = {name: value for name, value in self.__dict__.items() if name not in of_group}
         return {**state, "_reducer": None, "_pending_group": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -400,7 +390,8 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
         if not self._options.overlap_comm:
             self._check_gradients_averaged(reducer)
         reducer.check_owns_parameters()
-        if self._guard.requires_grad_changed() or not reducer.matches_parameters():
+        matches = all(bucket.matches_parameters() for bucket in reducer.buckets)
+        if self._guard.requires_grad_changed() or not matches:
             previous, reducer = reducer, self._make_reducer()
             reducer.inherit_state(previous)
             self._reducer = reducer
@@ -415,9 +406,6 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
                 " with overlap_comm=False call sync_gradients() before optimizer.step(), otherwise the ranks' models"
                 " drift apart"
             )
-
-
-_GROUP_ATTRIBUTES = ("_group", "_guard", "_join", "_in_no_sync", "_model_id")
 
 
 def _insert_module_prefix(ddp: DDP, state_dict: dict[str, Any], prefix: str, *_rest: object) -> None:

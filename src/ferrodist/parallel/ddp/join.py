@@ -11,6 +11,7 @@ when all are done.
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +39,7 @@ class Event(enum.IntEnum):
 _EVENT_TEXTS = {Event.DONE: "is done", Event.FORWARD: "calls forward", Event.ROUND: "averages gradients"}
 
 
+@dataclass(kw_only=True)
 class Join:
     """The block of `DDP.join`, for any model that is given as three functions; see [Note: events].
 
@@ -47,27 +49,18 @@ class Join:
     is done.
     """
 
-    def __init__(
-        self,
-        group: Backend,
-        title: str,
-        *,
-        broadcast_buffers: Callable[[int], None],
-        shadow_round: Callable[[], None],
-        broadcast_model: Callable[[int], None],
-        divides_by_all: bool,
-        throws: bool,
-    ) -> None:
-        self._group = group
-        self._title = title
-        self._broadcast_buffers = broadcast_buffers
-        self._shadow_round = shadow_round
-        self._broadcast_model = broadcast_model
-        self._divides_by_all = divides_by_all
-        self._throws = throws
-        self._active = list(range(group.world_size))
-        self._is_done = False
-        self._has_thrown = False
+    group: Backend
+    title: str
+    broadcast_buffers: Callable[[int], None]
+    shadow_round: Callable[[], None]
+    broadcast_model: Callable[[int], None]
+    divides_by_all: bool
+    throws: bool
+    _is_done: bool = False
+    _has_thrown: bool = False
+
+    def __post_init__(self) -> None:
+        self._active = list(range(self.group.world_size))
 
     def __enter__(self) -> Self:
         return self
@@ -77,11 +70,15 @@ class Join:
     ) -> None:
         if error is None:
             self._is_done = True
-            self._shadow()
-            if len(self._active) < self._group.world_size:
-                self._broadcast_model(self._active[0])
-        elif not self._has_thrown and self._group.failure is None:
-            self._group.abort(f"rank {self._group.rank} left a join() block by {describe_error(error)}")
+            while (event := self._exchange_events(Event.DONE)) is not Event.DONE:
+                if event is Event.FORWARD:
+                    self.broadcast_buffers(self._active[0])
+                else:
+                    self.shadow_round()
+            if len(self._active) < self.group.world_size:
+                self.broadcast_model(self._active[0])
+        elif not self._has_thrown and self.group.failure is None:
+            self.group.abort(f"rank {self.group.rank} left a join() block by {describe_error(error)}")
 
     def announce(self, event: Event) -> int:
         """Announce this rank's next step; returns the lowest rank that has a batch."""
@@ -92,49 +89,37 @@ class Join:
         """Announce a reduction; returns the lowest rank that has a batch and the factor for averages."""
         if not self._is_done:
             self._exchange_events(Event.ROUND)
-        scale = 1.0 if self._divides_by_all else self._group.world_size / len(self._active)
+        scale = 1.0 if self.divides_by_all else self.group.world_size / len(self._active)
         return self._active[0], scale
-
-    def _shadow(self) -> None:
-        """Shadow the others' steps until all are done."""
-        while (event := self._exchange_events(Event.DONE)) is not Event.DONE:
-            if event is Event.FORWARD:
-                self._broadcast_buffers(self._active[0])
-            else:
-                self._shadow_round()
 
     def _exchange_events(self, event: Event) -> Event:
         """Exchange events; returns the event of the ranks with a batch."""
         mine = torch.tensor([int(event)], device="cpu")
         with add_error_context(
-            lambda: f"In a join() block {self._title} compares what the ranks do next.",
+            lambda: f"In a join() block {self.title} compares what the ranks do next.",
             "Every rank must enter the block, and leave it only when its batches are used up.",
         ):
-            events = [Event(value) for value in all_gather(mine, group=self._group).tolist()]
+            events = [Event(value) for value in all_gather(mine, group=self.group).tolist()]
         active = [rank for rank, other in enumerate(events) if other is not Event.DONE]
-        if self._throws and 0 < len(active) < len(events):
+        if self.throws and 0 < len(active) < len(events):
             self._has_thrown = True
             done = [rank for rank in range(len(events)) if rank not in active]
             raise RuntimeError(
-                f"{ranks_text(done)} of group {self._group.name!r} used up the batches before the others, and join()"
+                f"{ranks_text(done)} of group {self.group.name!r} used up the batches before the others, and join()"
                 " was called with throw_on_early_termination=True: the training loop ends on every rank"
             )
         if not active:
             return Event.DONE
         self._active = active
-        self._check_agreed(events)
-        return events[active[0]]
-
-    def _check_agreed(self, events: list[Event]) -> None:
-        first = events[self._active[0]]
-        other = next((rank for rank in self._active if events[rank] is not first), None)
+        first = events[active[0]]
+        other = next((rank for rank in active if events[rank] is not first), None)
         if other is None:
-            return
+            return first
         error = CollectiveMismatchError(
-            f"the ranks of group {self._group.name!r} do different steps in a join() block: rank {self._active[0]}"
+            f"the ranks of group {self.group.name!r} do different steps in a join() block: rank {active[0]}"
             f" {_EVENT_TEXTS[first]}, rank {other} {_EVENT_TEXTS[events[other]]}. Every rank must call forward and"
             " backward as often as the others for each of its batches.",
             ranks=(other,),
         )
-        self._group.abort(error)
+        self.group.abort(error)
         raise error

@@ -42,28 +42,18 @@ def verify_module(
     """
     options_lines = [f"the option {line}" for line in (options.describe() if options else ())]
     lines = describe_tensors(module.named_parameters(), module.named_buffers(), _describe_tensor)
-    verify_across_ranks(
-        [*options_lines, *lines],
-        group,
-        deadline,
-        maker=maker,
-        module=type(module).__name__,
-        refusal=describe_owner(module.named_parameters())
-        or _find_dtensor(module, maker)
-        or find_unsynchronised_batch_norm(module, group),
-    )
+    refusal = describe_owner(module.named_parameters())
+    named = (*module.named_parameters(), *module.named_buffers())
+    dtensor = next((name for name, tensor in named if isinstance(tensor, DTensor)), None)
+    if refusal is None and dtensor is not None:
+        refusal = (
+            f"{dtensor!r} is a DTensor, as parallelize() makes them, and {maker} takes plain tensors: use FSDP with"
+            " strategy=ShardingStrategy.NO_SHARD over another axis of the mesh"
+        )
+    refusal = refusal or find_unsynchronised_batch_norm(module, group)
+    name = type(module).__name__
+    verify_across_ranks([*options_lines, *lines], group, deadline, maker=maker, module=name, refusal=refusal)
     check_supported(module, group, maker=maker)
-
-
-def _find_dtensor(module: torch.nn.Module, maker: str) -> str | None:
-    """A sentence about the first parameter or buffer that is a DTensor, or None."""
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if isinstance(tensor, DTensor):
-            return (
-                f"{name!r} is a DTensor, as parallelize() makes them, and {maker} takes"
-                " plain tensors: use FSDP with strategy=ShardingStrategy.NO_SHARD over another axis of the mesh"
-            )
-    return None
 
 
 def _describe_tensor(name: str, tensor: torch.Tensor) -> str:
@@ -75,20 +65,18 @@ def _describe_tensor(name: str, tensor: torch.Tensor) -> str:
 
 def check_supported(module: torch.nn.Module, group: Backend, *, maker: str = "DDP") -> None:
     """Raise for a parameter or buffer that can't be sent; all ranks do, where their modules are the same."""
-    tensors: list[tuple[str, torch.Tensor]] = [
-        (f"parameter {name!r}", parameter) for name, parameter in module.named_parameters()
-    ]
-    tensors += [(f"buffer {name!r}", buffer) for name, buffer in module.named_buffers()]
-    first = tensors[0] if tensors else None
+    parameters = ((f"parameter {name!r}", parameter) for name, parameter in module.named_parameters())
+    tensors = [*parameters, *((f"buffer {name!r}", buffer) for name, buffer in module.named_buffers())]
     for title, tensor in tensors:
         if is_lazy(tensor):
             raise ValueError(f"{title} is lazy and has no shape yet: run the module once before {maker}")
         if group.world_size == 1:
             continue
-        if first is not None and tensor.device != first[1].device:
+        first_title, first = tensors[0]
+        if tensor.device != first.device:
             raise UnsupportedOpError(
                 f"{maker} takes a module on one device, and {title} of {type(module).__name__} is on {tensor.device},"
-                f" {first[0]} on {first[1].device}: move it with module.to(device)"
+                f" {first_title} on {first.device}: move it with module.to(device)"
             )
         try:
             check_tensor(tensor)

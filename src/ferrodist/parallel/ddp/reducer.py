@@ -38,7 +38,7 @@ from ferrodist.errors import (
 )
 from ferrodist.parallel.ddp.autograd_hooks import BackwardRound, ParameterHooks
 from ferrodist.parallel.ddp.bucket import compute_bucket_assignment, make_buckets, model_title
-from ferrodist.parallel.module_guard import current_backward_id, hook_gradients, weak_method
+from ferrodist.parallel.module_guard import check_dense, current_backward_id, hook_gradients, weak_method
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.wording import counted
 
@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.parallel.ddp.config import Options
 
-_FIRST_BYTES = 1 << 20
-"""Size limit of the first bucket, which starts first."""
+_FIRST_BYTES = 1 << 20  # size limit of the first bucket, which starts first
 
 _ADVICE = (
     "Look for a rank that has fewer batches than the others (see join()), skips a backward or is in no_sync(), or runs"
@@ -64,24 +63,21 @@ class Reducer:
         self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, options: Options, *, model_id: int
     ) -> None:
         self.parameters = tuple(parameters.values())
-        self.is_syncing = options.overlap_comm
-        """True if backward averages gradients; otherwise only `reduce` does."""
+        self.is_syncing = options.overlap_comm  # True if backward averages gradients; otherwise only `reduce` does
         self.before_round: Callable[[], tuple[int, float]] | None = None
         """In `DDP.join`: announces a round, and returns a rank that has a batch and the factor for averages."""
         self.after_round: Callable[[int], None] | None = None
         """Called on all ranks when all gradients are averaged, with a rank that has a batch."""
         self.has_unreduced_gradients = False
-        self._group = group
-        self._options = options
-        self._model_id = model_id
+        self._group, self._options, self._model_id = group, options, model_id
         self._title = model_title(group, model_id)
         self._root, self._scale = 0, 1.0
         self._is_rebuilt = False
         self._num_started = 0
         self._has_forwards = False  # since the last round
         # Gradients arrive roughly in the reverse order of the parameters.
-        self._by_name = dict(reversed(list(parameters.items()))) if group.world_size > 1 else {}
-        self._build_buckets(is_symmetric=False)
+        reverse = dict(reversed(list(parameters.items()))) if group.world_size > 1 else {}
+        self._build_buckets(reverse, is_symmetric=False)
         self._positions = list(range(len(self._ordered)))  # by param_id
         self._hooks = ParameterHooks(
             self._ordered,
@@ -90,13 +86,12 @@ class Reducer:
             title=self._title,
         )
 
-    def _build_buckets(self, *, is_symmetric: bool) -> None:
-        ordered = self._ordered = tuple(self._by_name.values())
-        specs = compute_bucket_assignment(ordered, self._options.max_bytes, first_bytes=_FIRST_BYTES)
-        self._names = tuple(self._by_name)
+    def _build_buckets(self, parameters: Mapping[str, torch.nn.Parameter], *, is_symmetric: bool) -> None:
+        self._names, self._ordered = tuple(parameters), tuple(parameters.values())
+        specs = compute_bucket_assignment(self._ordered, self._options.max_bytes, first_bytes=_FIRST_BYTES)
         self.buckets = make_buckets(
             specs,
-            self._by_name,
+            parameters,
             self._group,
             model_id=self._model_id,
             as_views=self._options.gradient_as_bucket_view,
@@ -105,7 +100,7 @@ class Reducer:
         locations = {
             position: (index, slot) for index, spec in enumerate(specs) for slot, position in enumerate(spec.members)
         }
-        self._locations = [locations[position] for position in range(len(ordered))]
+        self._locations = [locations[position] for position in range(len(self._ordered))]
         self._round = BackwardRound([index for index, _ in self._locations], is_static=self._options.static_graph)
 
     def reduce(self, timeout: float | None = None, *, one_by_one: bool = False, is_idle: bool = False) -> None:
@@ -116,8 +111,7 @@ class Reducer:
         """
         self._count_missed()
         with self._abort_on_error():
-            for bucket in self.buckets[self._num_started :]:
-                bucket.check_dense()
+            self._check_dense(self._num_started)
             if not one_by_one:
                 self._start_buckets(len(self.buckets), timeout, is_idle=is_idle)
             self._check_unchanged()
@@ -125,7 +119,14 @@ class Reducer:
                 self._start_buckets(index + 1, timeout, is_idle=is_idle)
                 with add_error_context(lambda index=index: self._describe_bucket(index), _ADVICE):  # type: ignore[misc]
                     bucket.wait()
-            self._check_static_graph()
+            position = self._round.find_missing()
+            if position is not None:
+                raise UnsupportedOpError(
+                    f"{self._parameter_title(position)} got its gradient less often on rank {self._group.rank} than in"
+                    " the first backward, but DDP was made with static_graph=True: leave it out for a graph that"
+                    " changes.",
+                    ranks=(self._group.rank,),
+                )
             may_be_uneven = self._options.find_unused_parameters or self._options.static_graph
             uneven = [] if may_be_uneven else [name for each in self.buckets for name in each.find_uneven()]
             for bucket in self.buckets:
@@ -171,10 +172,6 @@ class Reducer:
         if self.is_syncing:
             self.enter_round()
 
-    def matches_parameters(self) -> bool:
-        """True if the parameters still have the dtypes, devices and shapes of the buckets."""
-        return all(bucket.matches_parameters() for bucket in self.buckets)
-
     def discard_failed_round(self) -> None:
         """Outside of a backward, discard a round that a failed backward left open."""
         if self._round.is_open and current_backward_id() == -1:
@@ -219,14 +216,17 @@ class Reducer:
         """Start the buckets before index ``end`` that have not started, or none of them if one has a wrong gradient."""
         if self._num_started >= end:
             return
-        for bucket in self.buckets[self._num_started : end]:
-            bucket.check_dense()
+        self._check_dense(self._num_started, end)
         if self._num_started == 0:
             self._root, self._scale = (0, 1.0) if self.before_round is None else self.before_round()
         while self._num_started < end:
             index = self._num_started
             self._num_started += 1  # before the start, which an interrupt may end
             self.buckets[index].start(self._options.comm_hook, is_idle=is_idle, timeout=timeout)
+
+    def _check_dense(self, first: int, end: int | None = None) -> None:
+        for bucket in self.buckets[first:end]:
+            check_dense(bucket.names, bucket.parameters, self._group, wrapper="DDP")
 
     @contextlib.contextmanager
     def _abort_on_error(self) -> Iterator[None]:
@@ -250,26 +250,21 @@ class Reducer:
         rest = sorted(set(range(len(parameters))) - set(arrived))
         with add_error_context(lambda: f"{self._title} agrees on the order of gradients after a step.", _ADVICE):
             orders = all_gather(torch.tensor([[digest, *arrived, *rest]], device="cpu"), group=self._group).tolist()
-            self._check_same_names([order[0] for order in orders])
+            differing = tuple(rank for rank, order in enumerate(orders) if order[0] != orders[0][0])
+            if differing:
+                raise CollectiveMismatchError(
+                    f"{ranks_text(differing)} of group {self._group.name!r} averaged gradients of other parameters of"
+                    f" {self._title} than rank 0: which parameters require grad must change on all ranks alike.",
+                    ranks=differing,
+                )
             old_positions = orders[self._root][1:]
-            self._by_name = {names[position]: parameters[position] for position in old_positions}
-            self._build_buckets(is_symmetric=True)
+            self._build_buckets({names[each]: parameters[each] for each in old_positions}, is_symmetric=True)
         self._round.inherit_counts(old, old_positions)
         new_positions = {old_position: position for position, old_position in enumerate(old_positions)}
         self._positions = [new_positions[position] for position in self._positions]
         with torch.no_grad():
             for bucket_index, slot in self._locations:
                 self.buckets[bucket_index].copy_in(slot)
-
-    def _check_same_names(self, digests: list[int]) -> None:
-        """Raise, on all ranks, unless all have averaged the gradients of the same parameters."""
-        differing = tuple(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        if differing:
-            raise CollectiveMismatchError(
-                f"{ranks_text(differing)} of group {self._group.name!r} averaged gradients of other parameters of"
-                f" {self._title} than rank 0: which parameters require grad must change on all ranks alike.",
-                ranks=differing,
-            )
 
     def _raise_uneven(self, names: list[str], *, is_idle: bool) -> None:
         """Raise, on all ranks, for parameters that only some ranks have a gradient for."""
@@ -305,16 +300,6 @@ class Reducer:
             ranks=(self._group.rank,),
         )
 
-    def _check_static_graph(self) -> None:
-        """Raise if a gradient that static_graph counted in the first round did not arrive."""
-        position = self._round.find_missing()
-        if position is not None:
-            raise UnsupportedOpError(
-                f"{self._parameter_title(position)} got its gradient less often on rank {self._group.rank} than in the"
-                " first backward, but DDP was made with static_graph=True: leave it out for a graph that changes.",
-                ranks=(self._group.rank,),
-            )
-
     def _raise_late(self, position: int) -> None:
         """Raise for a gradient that arrived after its bucket had started."""
         if self._options.static_graph:
@@ -323,13 +308,12 @@ class Reducer:
             why = "it is used outside of the forward's outputs: compute the whole loss that uses it inside of forward"
         else:
             why = "with re-entrant checkpointing pass static_graph=True to DDP, or use_reentrant=False to checkpoint()"
-        error = UnsupportedOpError(
-            f"{self._parameter_title(position)} got a gradient on rank {self._group.rank} when its bucket was being"
-            f" averaged already: {why}.",
-            ranks=(self._group.rank,),
-        )
         with self._abort_on_error():
-            raise error
+            raise UnsupportedOpError(
+                f"{self._parameter_title(position)} got a gradient on rank {self._group.rank} when its bucket was"
+                f" being averaged already: {why}.",
+                ranks=(self._group.rank,),
+            )
 
     def _parameter_title(self, position: int) -> str:
         return f"parameter {self._names[position]!r} of {self._title}"

@@ -1,7 +1,5 @@
 """Fully sharded data parallelism: every rank has a shard of the model and a share of each batch."""
 
-from __future__ import annotations
-
 from ferrodist.parallel.fsdp.config import MixedPrecision, ShardingStrategy
 from ferrodist.parallel.fsdp.fsdp import FSDP
 from ferrodist.parallel.fsdp.wrap import by_class, by_size

@@ -15,8 +15,7 @@ when all gradients of the unit are there; FREE may not, since a frozen layer's w
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ferrodist.parallel.module_guard import current_backward_id
 
@@ -27,18 +26,13 @@ if TYPE_CHECKING:
 class Action(enum.Enum):
     """The effect of a step on a unit."""
 
-    GATHER = "gather"
-    """Start gathering it."""
-    USE = "use"
-    """Finish gathering it."""
-    REDUCE = "reduce"
-    """Start averaging the gradients that it has."""
-    FREE = "free"
-    """Free all but the shards."""
+    GATHER = "gather"  # start gathering it
+    USE = "use"  # finish gathering it
+    REDUCE = "reduce"  # start averaging the gradients that it has
+    FREE = "free"  # free all but the shards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallEvent:
+class CallEvent(NamedTuple):
     """The beginning or end of a call of a unit, by the indices of both."""
 
     unit: int
@@ -46,16 +40,12 @@ class CallEvent:
     begins: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """One step of a backward; ``call`` is the index of the call for USE, otherwise -1."""
 
     action: Action
     unit: int
     call: int = -1
-
-    def __str__(self) -> str:
-        return f"{self.action.value} {self.unit}"
 
 
 def plan_backward(trace: Sequence[CallEvent], prefetch: int, trainable: Collection[int]) -> list[Step]:
@@ -90,10 +80,8 @@ class ForwardTrace:
 
     def __init__(self) -> None:
         self.events: list[CallEvent] = []
-        self.order: list[int] = []
-        """The units in the order in which their calls began."""
-        self.versions: dict[int, tuple[int, ...]] = {}
-        """Version counters of each unit's shards."""
+        self.order: list[int] = []  # the units in the order in which their calls began
+        self.versions: dict[int, tuple[int, ...]] = {}  # version counters of each unit's shards
 
     def begin_call(self, unit: int) -> int:
         """Record that a unit's call begins; returns the call's index."""
@@ -116,8 +104,7 @@ class BackwardRun:
     """The steps of a plan, and the number that are done."""
 
     def __init__(self, trace: ForwardTrace, steps: Sequence[Step]) -> None:
-        self.trace = trace
-        self.steps = steps
+        self.trace, self.steps = trace, steps
         self.num_done = 0
         self.backward_id = current_backward_id()
         self._used: set[int] = set()
@@ -140,11 +127,10 @@ class BackwardRun:
 
     def recomputed_call(self, unit: int, *, is_gathered: bool) -> int:
         """The call of a unit that is recomputed: the last that backward has not passed; -1 if there is none."""
-        uses = [step.action is Action.USE and step.unit == unit for step in self.steps]
-        coming = [step.call for step, uses_it in zip(self.steps, uses, strict=True) if uses_it][
-            sum(uses[: self.num_done]) :
-        ]
+        done, coming = (
+            [step.call for step in steps if step.action is Action.USE and step.unit == unit]
+            for steps in (self.steps[: self.num_done], self.steps[self.num_done :])
+        )
         if coming and not is_gathered:
             return coming[0]
-        done = [step.call for step, uses_it in zip(self.steps[: self.num_done], uses, strict=False) if uses_it]
         return done[-1] if done else coming[0] if coming else -1

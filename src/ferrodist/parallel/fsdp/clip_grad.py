@@ -47,13 +47,15 @@ def clip_gradients(
     if factor != 1.0:
         for gradient in gradients:
             gradient.mul_(factor)
-    return total.to(_norm_dtype(gradients))
+    kinds = {gradient.dtype for gradient in gradients}
+    dtype = kinds.pop() if len(kinds) == 1 else torch.float32
+    return total.to(dtype if dtype.is_floating_point else torch.float32)
 
 
 def _sum_powers(flats: Sequence[FlatParameters], axes: ShardAxes, norm_type: float) -> torch.Tensor:
     """The sum of the powers of all gradients' elements, or the largest element, on every rank."""
     is_largest = math.isinf(norm_type)
-    op = ReduceOp.MAX if is_largest else ReduceOp.SUM
+    op, fold = (ReduceOp.MAX, torch.maximum) if is_largest else (ReduceOp.SUM, torch.add)
     # Plain parameters are equal on all ranks of another mesh: counted there, they give all its ranks the same bits.
     default = axes.other_groups[0] if axes.other_groups else None
     device = flats[0].shard.device if flats else torch.device("cpu")
@@ -64,21 +66,18 @@ def _sum_powers(flats: Sequence[FlatParameters], axes: ShardAxes, norm_type: flo
         for shard, spec in zip(flat.parameters, flat.dtensor_specs, strict=True):
             if shard.grad is None or not shard.grad.numel():
                 continue
-            norm = torch.linalg.vector_norm(shard.grad, norm_type, dtype=_accumulation_dtype(shard.grad.dtype)).double()
+            wide = torch.complex128 if shard.grad.is_complex() else torch.float64
+            norm = torch.linalg.vector_norm(shard.grad, norm_type, dtype=wide).double()
             if spec is None or spec.mesh.size == 1:
                 group, num_copies = default, 1 if default is None else default.world_size
             else:
                 group, num_copies = spec.mesh.group, count_replicas(spec)
             power = norm if is_largest else norm**norm_type / num_copies
-            powers[group] = _fold(powers[group], power, is_largest=is_largest)
+            powers[group] = fold(powers[group], power)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for group, own in powers.items():
-        total = _fold(total, own if group is None else allreduce(own, op, group=group), is_largest=is_largest)
+        total = fold(total, own if group is None else allreduce(own, op, group=group))
     return total if axes.shard is None else allreduce(total, op, group=axes.shard)
-
-
-def _fold(one: torch.Tensor, other: torch.Tensor, *, is_largest: bool) -> torch.Tensor:
-    return torch.maximum(one, other) if is_largest else one + other
 
 
 @torch.no_grad()
@@ -94,13 +93,3 @@ def unscale_gradients(
     with axes.in_collective("looking for infinities in unscale_()"):
         for group in (axes.world, *axes.other_groups):
             allreduce(flag, ReduceOp.MAX, group=group, out=flag)
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
-
-
-def _norm_dtype(gradients: Sequence[torch.Tensor]) -> torch.dtype:
-    kinds = {gradient.dtype for gradient in gradients}
-    dtype = kinds.pop() if len(kinds) == 1 else torch.float32
-    return dtype if dtype.is_floating_point else torch.float32

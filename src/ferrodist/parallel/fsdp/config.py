@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ferrodist.arguments import check_int
+from ferrodist.arguments import check_int, check_type
 from ferrodist.backends.base import Backend
 from ferrodist.backends.non_member import NonMemberGroup
 from ferrodist.errors import add_error_context
@@ -47,8 +48,7 @@ class MixedPrecision:
             dtype = getattr(self, name)
             if dtype is None:
                 continue
-            if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"{name} must be a torch.dtype or None, not {type(dtype).__name__}")
+            check_type(dtype, torch.dtype, f"{name} must be a torch.dtype or None")
             if not dtype.is_floating_point or dtype.itemsize < 2:
                 raise TypeError(f"{name} must be a floating-point dtype of at least 16 bits, not {dtype}")
 
@@ -151,11 +151,17 @@ class ShardAxes:
     def make(group: Backend | DeviceMesh | None, strategy: ShardingStrategy) -> ShardAxes:
         """Make the grid of a strategy and a group or mesh."""
         if not isinstance(group, DeviceMesh):
-            if group is not None and not isinstance(group, Backend | NonMemberGroup):
-                raise TypeError(f"FSDP takes a group, a DeviceMesh or None, not {type(group).__name__}")
+            check_type(group, (Backend, NonMemberGroup, NoneType), "FSDP takes a group, a DeviceMesh or None")
             group = DeviceMesh(group, (-1,))
         if group.ndim == 1:
-            mesh = DeviceMesh(group.group, _grid_shape(group.group, strategy))
+            world_size = group.group.world_size
+            size = 1 if not strategy.is_sharded else strategy.shard_size or world_size
+            if world_size % size:
+                raise ValueError(
+                    f"{strategy.name} can't divide {counted(world_size, 'rank')} into rows of {size}: pass a size that"
+                    " divides the world size"
+                )
+            mesh = DeviceMesh(group.group, (world_size // size, size))
         elif group.ndim == 2 and strategy.is_sharded and strategy.shard_size is None:
             mesh = group
         else:
@@ -170,17 +176,3 @@ class ShardAxes:
             shard=shard.group if shard.size > 1 else None,
             replicate=replicate.group if replicate.size > 1 else None,
         )
-
-
-def _grid_shape(group: Backend, strategy: ShardingStrategy) -> tuple[int, int]:
-    """Number of replicas, and of the ranks that shard each."""
-    world_size = group.world_size
-    size = world_size if strategy.shard_size is None else strategy.shard_size
-    if not strategy.is_sharded:
-        size = 1
-    if world_size % size:
-        raise ValueError(
-            f"{strategy.name} can't divide {counted(world_size, 'rank')} into rows of {size}: pass a size that divides"
-            " the world size"
-        )
-    return world_size // size, size

@@ -61,11 +61,6 @@ def slice_local(full: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
     return redistribute_local(full.detach(), spec.replicated, spec)
 
 
-def describe_local(spec: DTensorSpec) -> str:
-    """A text about this rank's local tensor, by which saved states are compared."""
-    return f"{spec} of {spec.mesh.shape} ranks, at {spec.mesh.coordinate}"
-
-
 def count_replicas(spec: DTensorSpec) -> int:
     """Number of ranks of its mesh that have each element of a tensor that is not partial."""
     axes = zip(spec.placements, spec.mesh.shape, strict=True)

@@ -7,6 +7,7 @@ Rows are explained in [Note: flat units] in `flat_layout.py`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,42 +27,27 @@ if TYPE_CHECKING:
     from ferrodist.parallel.fsdp.memory import GradientBuffer
 
 
+@dataclass(slots=True, kw_only=True)
 class FlatGradients:
     """The gradients of `FlatParameters`."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        full_params: Sequence[torch.nn.Parameter],
-        shards: Sequence[torch.nn.Parameter],
-        layout: FlatLayout,
-        *,
-        axes: ShardAxes,
-        dtype: torch.dtype,
-    ) -> None:
-        self.dtype = dtype
-        self._names = names
-        self._full_params = full_params
-        self._shards = shards
-        self._layout = layout
-        self._axes = axes
-        self._shard_reduction: PendingCollective[torch.Tensor] | None = None
-        self._replica_reduction: PendingCollective[torch.Tensor] | None = None
-        self._own_row: torch.Tensor | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of all rows."""
-        return self._layout.num_shards * self._layout.row_size * self.dtype.itemsize
+    names: Sequence[str]
+    full_params: Sequence[torch.nn.Parameter]
+    shards: Sequence[torch.nn.Parameter]
+    layout: FlatLayout
+    axes: ShardAxes
+    _shard_reduction: PendingCollective[torch.Tensor] | None = None
+    _replica_reduction: PendingCollective[torch.Tensor] | None = None
+    _own_row: torch.Tensor | None = None
 
     @property
     def exist(self) -> bool:
         """True if a full parameter has a gradient that is not averaged yet."""
-        return any(full.grad is not None for full in self._full_params)
+        return any(full.grad is not None for full in self.full_params)
 
     def drop(self) -> None:
         """Drop gradients that are not averaged."""
-        for full in self._full_params:
+        for full in self.full_params:
             full.grad = None
 
     def reset_after_failure(self) -> None:
@@ -71,10 +57,12 @@ class FlatGradients:
 
     @torch.no_grad()
     def start(self, buffer: GradientBuffer) -> None:
-        """Start averaging the full parameters' gradients over the ranks, and drop them."""
-        check_dense(self._names, self._full_params, self._axes.world, wrapper="FSDP")
-        axes, layout = self._axes, self._layout
-        rows = buffer.acquire(layout.num_shards * layout.row_size, self.dtype, self.reduce_across_replicas)
+        """Start averaging the full parameters' gradients, if there may be any, over the ranks, and drop them."""
+        if not (self.exist or any(shard.requires_grad for shard in self.shards)):
+            return
+        check_dense(self.names, self.full_params, self.axes.world, wrapper="FSDP")
+        axes, layout = self.axes, self.layout
+        rows = buffer.acquire(layout.num_shards * layout.row_size, layout.reduce_dtype, self.reduce_across_replicas)
         self._fill(rows)
         self._own_row = rows.new_empty(layout.row_size)
         if axes.shard is not None:
@@ -90,8 +78,8 @@ class FlatGradients:
         if pending is None:
             return
         row = pending.wait()
-        if self._axes.shard is not None and self._axes.replicate is not None:
-            self._replica_reduction = async_allreduce(row, ReduceOp.MEAN, group=self._axes.replicate, out=row)
+        if self.axes.shard is not None and self.axes.replicate is not None:
+            self._replica_reduction = async_allreduce(row, ReduceOp.MEAN, group=self.axes.replicate, out=row)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -103,16 +91,16 @@ class FlatGradients:
         row, self._own_row = self._own_row, None
         if row is None:
             return
-        layout = self._layout
-        present = (row[layout.shard_size :][: len(self._shards)] != 0).tolist()
-        for group in (self._axes.shard, self._axes.replicate):
+        layout = self.layout
+        present = (row[layout.shard_size :][: len(self.shards)] != 0).tolist()
+        for group in (self.axes.shard, self.axes.replicate):
             if group is not None and group.failure is not None:  # on a GPU wait() may return before the work has ended
                 raise group.failure.fresh()
         means = row[: layout.shard_size]
-        for index, parameter in enumerate(self._shards):
+        for index, parameter in enumerate(self.shards):
             if not present[index]:
                 continue
-            shard_range = layout.shard_range(index, self._axes.shard_rank)
+            shard_range = layout.shard_range(index, self.axes.shard_rank)
             mean = layout.shape_shard(index, means[shard_range.offset :][: shard_range.size]).to(parameter.dtype).data
             if parameter.grad is None:
                 parameter.grad = mean
@@ -121,10 +109,10 @@ class FlatGradients:
 
     def _fill(self, rows: torch.Tensor) -> None:
         """Copy gradients and gradient mask to the rows, and drop the gradients."""
-        layout = self._layout
+        layout = self.layout
         presence = rows.view(layout.num_shards, layout.row_size)[:, layout.shard_size :]
         presence.fill_(1)
-        for index, full in enumerate(self._full_params):
+        for index, full in enumerate(self.full_params):
             gradient, full.grad = full.grad, None
             if gradient is None:
                 presence[:, index] = 0

@@ -28,9 +28,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -42,22 +41,19 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-_ALIGNMENT = 16
-"""Elements: float32 parameters begin at multiples of 64 bytes, as in memory of their own."""
+_ALIGNMENT = 16  # elements: float32 parameters begin at multiples of 64 bytes, as in memory of their own
 
 _PAGE_BYTES, _SMALL_BYTES = 4096, 65536
 """Shards from the second size on are whole pages, so that they can be mapped one behind the other."""
 
-_NUM_DIMS = 32
-"""Half of the number that torch allows."""
+_NUM_DIMS = 32  # half of the number that torch allows
 
 _ATTACHMENT = "parallel.sharded.names"
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardRange:
+class ShardRange(NamedTuple):
     """A rank's ``size`` elements of a parameter from its element ``start``, at ``offset`` in the rank's shard."""
 
     rank: int
@@ -85,6 +81,7 @@ class FlatLayout:
         param_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
     ) -> None:
+        self.shard_dtype, self.param_dtype, self.reduce_dtype = shard_dtype, param_dtype, reduce_dtype
         self.shapes = tuple(shapes)
         self.dim_orders = tuple(dim_orders) if dim_orders is not None else (None,) * len(self.shapes)
         self.numels = tuple(prod(shape) for shape in shapes)
@@ -96,18 +93,20 @@ class FlatLayout:
         ids = layout_ids(group)
         ids.begin(self)
         position = ids.claim(f"{param_dtype}[{self.shard_size}]", 0)
-        self.dim = min(position, _NUM_DIMS - 1)
-        """Dim of concatenation."""
-        self.needs_disambiguation_token = position >= _NUM_DIMS - 1
-        """True if other layouts of its size may share the dim."""
-        self.index = ids.claim("flats", 0)
-        """Index among all layouts of the group."""
+        self.dim = min(position, _NUM_DIMS - 1)  # dim of concatenation
+        self.needs_disambiguation_token = position >= _NUM_DIMS - 1  # others of its size may share the dim
+        self.index = ids.claim("flats", 0)  # index among all layouts of the group
         self.row_size = ids.claim(f"rows of {reduce_dtype}", _align(self.shard_size + len(shapes)), step=_ALIGNMENT)
 
     @property
     def total_size(self) -> int:
         """Elements of the flat tensor, with its padding."""
         return self.num_shards * self.shard_size
+
+    @property
+    def rows_bytes(self) -> int:
+        """Size of the rows of all ranks."""
+        return self.num_shards * self.row_size * self.reduce_dtype.itemsize
 
     def shard_range(self, parameter: int, rank: int) -> ShardRange:
         """A rank's range of a parameter, given by its index."""

@@ -13,8 +13,7 @@ them, from forward to backward. So the full ones are made once and keep their st
   shards] in `scheduler.py`;
 - *alias*: the shard itself, when no other rank shards the unit.
 
-If the version counter of a full one moves, but for an alias's, somebody has changed values that are thrown away, which
-is an error.
+If the version counter of a full one moves, but for an alias's, somebody has changed values in vain, which is an error.
 
 Where parameters are this rank's local tensors of DTensors, the full ones are DTensors: see [Note: sharded DTensors] in
 `dtensor_params.py`.
@@ -34,20 +33,20 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.fsdp.dtensor_params import local_tensor, slice_local, wrap_local
 from ferrodist.parallel.fsdp.flat_grad import FlatGradients
 from ferrodist.parallel.fsdp.flat_shard import convert_to_shard, shard_groups_of
-from ferrodist.parallel.fsdp.memory import alias_memory
-from ferrodist.tensor.grad_placements import keep_grad_placements
+from ferrodist.parallel.fsdp.memory import FlatMemory, alias_memory
+from ferrodist.tensor.dtensor import keep_grad_placements
 from ferrodist.tensor.local_shards import FlatShard, annotate_flat_shard
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modules import own_parameters
 from ferrodist.torch_private.tensors import plain_functions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ferrodist.collectives.work import PendingCollective
     from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_layout import FlatLayout
-    from ferrodist.parallel.fsdp.memory import FlatMemory
+    from ferrodist.parallel.fsdp.wrap import UnitSpec
     from ferrodist.tensor.spec import DTensorSpec
 
 
@@ -55,40 +54,44 @@ class FlatParameters:
     """The parameters of a unit that have one dtype; see [Note: two parameters for one] and [Note: flat units].
 
     ``parameters`` are the module's own, which become this rank's local shards; ``slots`` the (module, attribute) pairs
-    where each is registered; ``dtensor_specs`` those of the DTensors whose local tensors the parameters are. ``memory``
+    where each is registered; ``dtensor_specs`` are those of parameters that are local tensors of DTensors. ``memory``
     has zeros for the shard.
     """
 
     def __init__(
         self,
         names: Sequence[str],
-        parameters: Sequence[torch.nn.Parameter],
-        slots: Sequence[Sequence[tuple[torch.nn.Module, str]]],
+        unit: UnitSpec,
         *,
         layout: FlatLayout,
         axes: ShardAxes,
-        dtypes: tuple[torch.dtype, torch.dtype],
         memory: FlatMemory,
-        dtensor_specs: Sequence[DTensorSpec | None],
+        dtensor_specs: Mapping[str, DTensorSpec],
     ) -> None:
         self.names = tuple(names)
-        self.parameters = list(parameters)
-        self.slots = [list(each) for each in slots]
+        self.parameters = [unit.parameters[name] for name in names]
+        self.slots = [unit.slots[name] for name in names]
         self.layout = layout
-        self.dtensor_specs = tuple(dtensor_specs)
+        self.dtensor_specs = tuple(map(dtensor_specs.get, names))
         self._axes = axes
-        self._param_dtype = dtypes[0]
         self.shard, self._cast_buffer, self._shared_view = memory.shard, memory.cast_buffer, memory.shared_view
-        self.is_alias = layout.num_shards == 1 and self._param_dtype is self.shard.dtype
+        self.is_alias = layout.num_shards == 1 and layout.param_dtype is layout.shard_dtype
         """True if the full parameters are the shard itself."""
-        self.uses_shared_view = self._shared_view is not None
-        """True if other ranks compute with this rank's shard in shared memory, where it must not change meanwhile."""
+        self.uses_shared_view = self._shared_view is not None  # other ranks compute with this rank's shard
         self._is_copied = not self.is_alias and not self.uses_shared_view
-        self._full = self._make_memory()
+        if self.is_alias:
+            self._full = self.shard.data
+        elif self._shared_view is not None:
+            self._full = self._shared_view.tensor.view(layout.param_dtype)
+        else:
+            self._full = torch.empty(layout.total_size, dtype=layout.param_dtype, device=self.shard.device)
         size = layout.index + 1
         self._token = torch.zeros(size, dtype=torch.uint8, device=self.shard.device)
         self._tokens = torch.empty(layout.num_shards * size, dtype=torch.uint8, device=self.shard.device)
-        self.full_params = [self._make_full(index) for index in range(len(self.parameters))]
+        self.full_params = [
+            self._as_parameter(index, layout.unflatten(index, self._full[offset : offset + numel]).data)
+            for index, (offset, numel) in enumerate(zip(layout.offsets, layout.numels, strict=True))
+        ]
         self._versioned: list[tuple[str, torch.Tensor]] = list(zip(self.names, self.full_params, strict=True))
         for name, full, spec in zip(self.names, self.full_params, self.dtensor_specs, strict=True):
             if spec is not None:  # writes to to_local() of a DTensor move the version counter of its local tensor
@@ -97,11 +100,10 @@ class FlatParameters:
         self._hooked: set[int] = set()
         self._summoned: list[torch.nn.Parameter] = []
         self._addresses: list[int] = []  # of the local shards
-        self.on_gradient: Callable[[], None] | None = None
-        """Called for each full parameter's gradient, when autograd has accumulated it."""
+        self.on_gradient: Callable[[], None] | None = None  # called when a full parameter has a new gradient
         self._gathering: PendingCollective[torch.Tensor] | None = None
         self.gradients = FlatGradients(
-            self.names, self.full_params, self.parameters, layout, axes=axes, dtype=dtypes[1]
+            names=self.names, full_params=self.full_params, shards=self.parameters, layout=layout, axes=axes
         )
         self._empty()
 
@@ -128,32 +130,34 @@ class FlatParameters:
     @torch.inference_mode(mode=False)
     def finish_gather(self) -> None:
         """Wait for the full parameters, and install them in the module."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+        self._wait()
         if self._shared_view is not None or (self.layout.needs_disambiguation_token and self._axes.shard is not None):
             all_gather(self._token, group=self._axes.shard, out=self._tokens)
         self.install_full()
 
+    def _wait(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
     def install_full(self) -> None:
         """Install the full parameters in the module's slots, with the shards' ``requires_grad``."""
+        on_gradient = self.on_gradient  # hooks must not hold this object
         for index, (full, shard) in enumerate(zip(self.full_params, self.parameters, strict=True)):
             if full.requires_grad != shard.requires_grad:
                 full.requires_grad_(shard.requires_grad)
-            if full.requires_grad and self.on_gradient is not None and index not in self._hooked:
+            if full.requires_grad and on_gradient is not None and index not in self._hooked:
                 self._hooked.add(index)
                 if self.dtensor_specs[index] is not None:
                     keep_grad_placements(full)
-                _hook(full, self.on_gradient)
+                full.register_post_accumulate_grad_hook(lambda _: on_gradient())  # type: ignore[no-untyped-call]
         if not self._versions:
             self._versions = [version_of(tensor) for _, tensor in self._versioned]
         self.install(self.full_params)
 
     def free(self) -> list[str]:
         """Install the shards, and empty the full parameters; return names of those whose changes are lost."""
-        if self._gathering is not None:  # prefetched, and not needed in the end
-            self._gathering.wait()
-            self._gathering = None
+        self._wait()  # it was prefetched, if it is not needed in the end
         self.install(self.parameters)
         versions, self._versions = self._versions, []
         if self.is_alias:
@@ -189,8 +193,8 @@ class FlatParameters:
 
     def full_shape(self, index: int) -> tuple[int, ...]:
         """A parameter's full shape; for a local tensor of a DTensor that of the DTensor."""
-        layout = self.dtensor_specs[index]
-        return tuple(self.layout.shapes[index]) if layout is None else layout.shape
+        spec = self.dtensor_specs[index]
+        return tuple(self.layout.shapes[index]) if spec is None else spec.shape
 
     def slice_local(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """The slice of a tensor of `full_shape` that this rank's shard group has together."""
@@ -230,47 +234,41 @@ class FlatParameters:
             flat[offset : offset + value.numel()].copy_(self.layout.flatten(index, value.detach()))
         return flat
 
+    @torch.no_grad()
     def adopt_shards(self) -> None:
-        """Make the module's own parameters this rank's local shards."""
-        with torch.no_grad():
-            for index, parameter in enumerate(self.parameters):
-                local = self.local_shard(index)
-                if parameter.device.type == "meta":
-                    replacement = torch.nn.Parameter(local, requires_grad=parameter.requires_grad)
-                    self.parameters[index] = replacement
-                else:
-                    parameter.data = local
-                self._annotate(index)
+        """Make the module's own parameters this rank's local shards, also for checkpoints and for torch's functions."""
+        layout, replicate = self.layout, self._axes.replicate
+        for index, (parameter, spec) in enumerate(zip(self.parameters, self.dtensor_specs, strict=True)):
+            owned = layout.shard_range(index, self._axes.shard_rank)
+            local = layout.shape_shard(index, self.shard[owned.offset :][: owned.size]).data
+            if parameter.device.type == "meta":
+                self.parameters[index] = torch.nn.Parameter(local, requires_grad=parameter.requires_grad)
+            else:
+                parameter.data = local
+            shard = FlatShard(
+                shape=tuple(layout.shapes[index]),
+                start=owned.start,
+                spec=spec,
+                num_shards=layout.num_shards,
+                num_copies=1 if replicate is None else replicate.world_size,
+                order=layout.dim_orders[index],
+            )
+            annotate_flat_shard(self.parameters[index], shard)
+            groups = shard_groups_of(self._axes, spec)
+            if groups is not None:
+                convert_to_shard(self.parameters[index], groups)
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         self.install(self.parameters)
 
-    def _annotate(self, index: int) -> None:
-        """Mark the module's parameter as a shard for checkpoints and for torch's functions."""
-        replicate = self._axes.replicate
-        shard = FlatShard(
-            shape=tuple(self.layout.shapes[index]),
-            start=self.layout.shard_range(index, self._axes.shard_rank).start,
-            spec=self.dtensor_specs[index],
-            num_shards=self.layout.num_shards,
-            num_copies=1 if replicate is None else replicate.world_size,
-            order=self.layout.dim_orders[index],
-        )
-        annotate_flat_shard(self.parameters[index], shard)
-        groups = shard_groups_of(self._axes, self.dtensor_specs[index])
-        if groups is not None:
-            convert_to_shard(self.parameters[index], groups)
-
-    def local_shard(self, index: int) -> torch.Tensor:
-        """The memory of this rank's shard of a parameter, in the shape that optimizers see."""
+    def shard_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a tensor of the full (local) parameter's shape."""
         owned = self.layout.shard_range(index, self._axes.shard_rank)
-        return self.layout.shape_shard(index, self.shard[owned.offset :][: owned.size]).data
+        return self.layout.shape_shard(index, self.layout.flatten(index, value)[owned.start :][: owned.size])
 
     @torch.no_grad()
     def load(self, index: int, value: torch.Tensor) -> None:
-        """Copy this rank's shard from a full parameter."""
-        owned = self.layout.shard_range(index, self._axes.shard_rank)
-        local = self.layout.flatten(index, value.detach())[owned.start :][: owned.size]
-        self.parameters[index].copy_(self.layout.shape_shard(index, local))
+        """Copy this rank's shard from a full (local) parameter."""
+        self.parameters[index].copy_(self.shard_of(index, value.detach()))
 
     def begin_summon(self) -> None:
         """Give the module full parameters that may be changed, which are not those that forward uses."""
@@ -288,23 +286,11 @@ class FlatParameters:
             for index, value in enumerate(summoned):
                 self.load(index, local_tensor(value))
 
-    def _make_full(self, index: int) -> torch.nn.Parameter:
-        offset, numel = self.layout.offsets[index], self.layout.numels[index]
-        view = self.layout.unflatten(index, self._full[offset : offset + numel])
-        return self._as_parameter(index, view.data)
-
     def _as_parameter(self, index: int, value: torch.Tensor) -> torch.nn.Parameter:
         """Wrap memory with a full local tensor as the module's kind of parameter."""
-        layout = self.dtensor_specs[index]
-        full = value if layout is None else wrap_local(value, layout)
+        spec = self.dtensor_specs[index]
+        full = value if spec is None else wrap_local(value, spec)
         return torch.nn.Parameter(full, requires_grad=self.parameters[index].requires_grad)
-
-    def _make_memory(self) -> torch.Tensor:
-        if self.is_alias:
-            return self.shard.data
-        if self._shared_view is not None:
-            return self._shared_view.tensor.view(self._param_dtype)
-        return torch.empty(self.layout.total_size, dtype=self._param_dtype, device=self.shard.device)
 
     def _empty(self) -> None:
         if self._is_copied:
@@ -344,7 +330,3 @@ class FlatParameters:
 
 def _refuse_backward(_: torch.Tensor) -> None:
     raise RuntimeError("a backward inside summon_full_params() makes gradients of parameters that exist in it only")
-
-
-def _hook(full: torch.nn.Parameter, on_gradient: Callable[[], None]) -> None:
-    full.register_post_accumulate_grad_hook(lambda _: on_gradient())  # type: ignore[no-untyped-call]

@@ -116,10 +116,8 @@ class FlatShardParameter(torch.nn.Parameter):
     """This rank's shard of a parameter; see [Note: shards in torch's functions]."""
 
     shard_groups: ShardGroups | None = None
-    title: str = ""
-    """The parameter's name in messages."""
-    model: object = None
-    """The argument of `enter_forward` for its model."""
+    title: str = ""  # the parameter's name in messages
+    model: object = None  # the argument of `enter_forward` for its model
     __torch_function__ = FlatShardTensor.__torch_function__
 
     @property
@@ -187,8 +185,7 @@ def _groups_of(value: object) -> ShardGroups | None:
 
 # Modules have full parameters during their own calls, and shards during those of others.
 
-_models_in_forward: dict[int, list[object]] = {}
-"""For each thread the models whose forwards it is in."""
+_models_in_forward: dict[int, list[object]] = {}  # for each thread the models whose forwards it is in
 
 
 def enter_forward(model: object) -> None:
@@ -279,15 +276,10 @@ def _norm(func: Callable[..., Any], source: torch.Tensor, *args: Any, **kwargs: 
 def _foreach_norm(func: Callable[..., Any], tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
     order = float(kwargs.get("ord", args[0] if args else 2))
     dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
-    results: list[torch.Tensor | None] = [None] * len(tensors)
-    shards = [index for index, each in enumerate(tensors) if _groups_of(each) is not None]
-    others = [index for index, each in enumerate(tensors) if _groups_of(each) is None]
-    for index, norm in zip(shards, _norms([tensors[index] for index in shards], order, dtype), strict=True):
-        results[index] = norm
-    if others:
-        for index, norm in zip(others, func([tensors[index] for index in others], *args, **kwargs), strict=True):
-            results[index] = norm
-    return tuple(results)
+    norms = iter(_norms([each for each in tensors if _groups_of(each) is not None], order, dtype))
+    others = [each for each in tensors if _groups_of(each) is None]
+    plain_norms = iter(func(others, *args, **kwargs) if others else ())
+    return tuple(next(plain_norms if _groups_of(each) is None else norms) for each in tensors)
 
 
 def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
@@ -320,29 +312,31 @@ def _power(tensor: torch.Tensor, order: float) -> torch.Tensor:
 def _reduce(func: Callable[..., Any], source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Call a reduction of all elements: sum, mean, max, min, any, all, count_nonzero."""
     groups = _groups_of(source)
-    is_of_two = any(
-        isinstance(each, torch.Tensor) for each in (*args, *kwargs.values())
-    )  # elementwise max or min of two tensors
+    # The max or min of two tensors is elementwise.
+    is_of_two = any(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values()))
     if groups is None or is_of_two:
         return func(source, *args, **kwargs)
     options = dict(kwargs)
     dtype = options.pop("dtype", None)
     if any(_is_given(option) for option in (*args, *options.values())):
         _refuse(func)
-    values = source
-    wide = torch.complex128 if values.is_complex() else torch.float64
+    wide = torch.complex128 if source.is_complex() else torch.float64
     name: str = func.__name__
+    values = source != 0 if name in {"any", "all", "count_nonzero"} else source
     if name in _EXTREMES:
         op, empty = _EXTREMES[name]
-        values = (values != 0) if name in {"any", "all"} else values
         own = values.to(wide)
         own = own.new_tensor(empty) if not own.numel() else own.max() if op is ReduceOp.MAX else own.min()
         whole = groups.reduce(own, op)
     else:
-        own = (values != 0 if name == "count_nonzero" else values).sum(dtype=wide)
+        own = values.sum(dtype=wide)
         whole, count = groups.reduce(torch.stack([own, own.new_tensor(values.numel())]), ReduceOp.SUM)
         whole = whole / count if name == "mean" else whole
-    return whole.to(dtype or _dtype_of_total(name, source.dtype))
+    if dtype is None:
+        is_whole_number = name == "sum" and not (source.dtype.is_floating_point or source.dtype.is_complex)
+        dtype = torch.int64 if is_whole_number or name == "count_nonzero" else source.dtype
+        dtype = torch.bool if name in {"any", "all"} else dtype
+    return whole.to(dtype)
 
 
 _EXTREMES = {
@@ -352,13 +346,6 @@ _EXTREMES = {
     "all": (ReduceOp.MIN, 1.0),
 }
 """The reduction over the ranks, and the contribution of a rank without elements."""
-
-
-def _dtype_of_total(name: str, dtype: torch.dtype) -> torch.dtype:
-    if name in {"any", "all"}:
-        return torch.bool
-    is_count = name == "count_nonzero" or (name == "sum" and not (dtype.is_floating_point or dtype.is_complex))
-    return torch.int64 if is_count else dtype
 
 
 def _is_given(option: object) -> bool:

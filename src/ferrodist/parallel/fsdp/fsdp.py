@@ -3,21 +3,20 @@
 After S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020
 (https://arxiv.org/abs/1910.02054), and Y. Zhao et al., "PyTorch FSDP", VLDB 2023 (https://arxiv.org/abs/2304.11277).
 For a model of n elements on p ranks a step of FULL_SHARD sends 3 n (p - 1) / p elements from each rank: two all_gathers
-and one reduce_scatter for each unit. On one host only gradients move: ranks compute with each other's shards in shared
-memory.
+and one reduce_scatter for each unit. On one host only gradients move: ranks share the shards' memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from dataclasses import replace
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import torch
 
+from ferrodist.arguments import check_bool, check_type
 from ferrodist.collectives.reduce import broadcast
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.fsdp.clip_grad import clip_gradients, unscale_gradients
@@ -29,60 +28,21 @@ from ferrodist.parallel.fsdp.memory import GradientBuffer
 from ferrodist.parallel.fsdp.optim_state_dict import OptimizerStateDict
 from ferrodist.parallel.fsdp.scheduler import UnitScheduler
 from ferrodist.parallel.fsdp.state_dict import ModelStateDict
+from ferrodist.parallel.fsdp.unit import UnitState
 from ferrodist.parallel.fsdp.wrap import find_units
 from ferrodist.parallel.module_guard import ModuleGuard
 from ferrodist.parallel.wrapped_names import TransparentWrapper, WrappedModule
-from ferrodist.wording import counted, with_article
+from ferrodist.torch_private.compilers import outside_of_compiler
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.parallel.fsdp.unit import Unit
-
-R = TypeVar("R")
 
 
-def install_hooks(unit: Unit, scheduler: UnitScheduler) -> None:
-    """Call the scheduler before and after a unit's forward, and refuse calls of modules without their parameters."""
-
-    def pre_forward(_module: torch.nn.Module, _args: object) -> None:
-        scheduler.pre_forward(unit)
-
-    def post_forward(_module: torch.nn.Module, _args: object, output: Any) -> None:
-        scheduler.post_forward(unit, output, succeeded=output is not None or sys.exc_info()[0] is None)
-
-    def check(module: torch.nn.Module, _args: object) -> None:
-        if not unit.has_full_params:
-            raise RuntimeError(
-                f"{with_article(type(module).__name__)} of {unit.title} was called while its parameters are not"
-                " gathered: call the FSDP, or use summon_full_params()"
-            )
-
-    owners = {module for flat in unit.flats for slots in flat.slots for module, _ in slots}
-    for module in owners:
-        module.register_forward_pre_hook(outside_of_compiler(check), prepend=True)
-    if unit.index:
-        unit.module.register_forward_pre_hook(outside_of_compiler(pre_forward), prepend=True)
-        unit.module.register_forward_hook(outside_of_compiler(post_forward), always_call=True)
-
-
-def outside_of_compiler(function: Callable[..., R]) -> Callable[..., R]:
-    """Hide a function from torch.compile, which is slow to load, where something else has loaded it."""
-
-    @wraps(function)
-    def wrapper(*arguments: Any, **keywords: Any) -> R:
-        if "torch._dynamo" not in sys.modules:
-            return function(*arguments, **keywords)
-        disabled: Callable[..., R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-        return disabled(*arguments, **keywords)
-
-    return wrapper
-
-
-_fsdp_modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Modules that belong to an FSDP: their parameters are shards."""
+_fsdp_modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # whose parameters are shards
 
 
 class FSDP(TransparentWrapper, Generic[WrappedModule]):
@@ -97,8 +57,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
     When ``backward()`` returns, each local shard has its share of the mean of all ranks' gradients. When each rank's
     loss is the mean over a batch of equal size, a step is that of one process with all ranks' batches joined. A
     parameter that has no gradient on this rank counts as zeros; one that has none on any rank keeps None. Gradients of
-    several backwards add up; inside `no_sync` they stay on the rank, unsharded, until a backward outside of it averages
-    them.
+    several backwards add up; inside `no_sync` they stay on the rank, unsharded, until a backward outside averages them.
 
     torch's norms and totals of shards and of their gradients are those of the full tensors, so
     `torch.nn.utils.clip_grad_norm_` and ``GradScaler.step`` are right: every rank must call them, and each tensor costs
@@ -172,9 +131,8 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         for name, count in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise ValueError(f"{name} must be a number of units from 0, not {count!r}")
-        for name, switch in (("cpu_offload", cpu_offload), ("reshard_after_forward", reshard_after_forward)):
-            if not isinstance(switch, bool):
-                raise TypeError(f"{name} must be True or False, not {type(switch).__name__}")
+        check_bool("cpu_offload", cpu_offload)
+        check_bool("reshard_after_forward", reshard_after_forward)
         self.strategy = strategy
         """The sharding strategy."""
         self._precision = mixed_precision or MixedPrecision()
@@ -192,21 +150,26 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
             self._units = build_units(
                 specs, self._axes, self._precision, init, dtensor_specs=dtensor_specs, device=self._device
             )
+            self._flats = [flat for unit in self._units for flat in unit.flats]
             self._precision.convert_buffers(module)
             self._broadcast_buffers()
             self._scheduler = UnitScheduler(
                 self._units,
                 self._axes,
-                GradientBuffer(_row_bytes(self._units), self._axes.shard or self._axes.replicate, self._device),
+                GradientBuffer(
+                    max((flat.layout.rows_bytes for flat in self._flats if flat.num_trainable), default=0),
+                    self._axes.shard or self._axes.replicate,
+                    self._device,
+                ),
                 prefetch=(forward_prefetch, backward_prefetch),
                 reshards_after_forward=reshards,
             )
         _fsdp_modules.update(module.modules())
         self._key = object()  # identifies the model to its shards, which don't hold it
-        self._model_state = ModelStateDict(module, self._units, self._axes)
-        self._optimizer_state = OptimizerStateDict(self._units, self._axes)
+        self._model_state = ModelStateDict(module, self._flats, self._axes)
+        self._optimizer_state = OptimizerStateDict(self._flats, self._axes)
         for unit in self._units:
-            install_hooks(unit, self._scheduler)
+            self._scheduler.install_hooks(unit)
             unit.label_shards(self._key)
         self._guard = ModuleGuard(module, "FSDP", exchanges_parameters=True)
 
@@ -265,8 +228,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
             The norm before scaling, the same on all ranks: that of `torch.nn.utils.clip_grad_norm_` on the undivided
             model.
         """
-        flats = [flat for unit in self._units for flat in unit.flats]
-        return clip_gradients(flats, self._axes, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return clip_gradients(self._flats, self._axes, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.unscale_(optimizer)`` for sharded gradients; every rank must call, before ``scaler.step``.
@@ -292,7 +254,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
     @property
     def has_pending_prefetch(self) -> bool:
         """True if units are being gathered that no forward waits for yet."""
-        return self._scheduler.has_pending_prefetch
+        return any(unit.state is UnitState.GATHERING for unit in self._units)
 
     @torch.no_grad()
     def broadcast_updated_params(self) -> None:
@@ -302,9 +264,8 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         themselves as long as their optimizers do the same.
         """
         self._scheduler.recover()
-        for unit in self._units:
-            for flat in unit.flats:
-                flat.broadcast_to_replicas()
+        for flat in self._flats:
+            flat.broadcast_to_replicas()
 
     @torch.no_grad()
     def update_shards(self, pieces: Sequence[torch.Tensor] | torch.Tensor) -> None:
@@ -478,29 +439,20 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
                 broadcast(buffer, 0, group=self._axes.world, out=buffer)
 
 
-def _check_arguments(module: object, strategy: object, mixed_precision: object, init: object) -> None:
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"FSDP wraps a torch.nn.Module, not {type(module).__name__}")
+def _check_arguments(module: torch.nn.Module, strategy: object, mixed_precision: object, init: object) -> None:
+    check_type(module, torch.nn.Module, "FSDP wraps a torch.nn.Module")
     if any(isinstance(each, FSDP) for each in module.modules()):
         raise ValueError("the module contains an FSDP: wrap once, from outside, and choose the units by wrap=")
-    if not isinstance(strategy, ShardingStrategy):
-        raise TypeError(f"strategy must be a ShardingStrategy, not {type(strategy).__name__}")
-    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
-        raise TypeError(f"mixed_precision must be a MixedPrecision or None, not {type(mixed_precision).__name__}")
+    check_type(strategy, ShardingStrategy, "strategy must be a ShardingStrategy")
+    check_type(mixed_precision, (MixedPrecision, NoneType), "mixed_precision must be a MixedPrecision or None")
     if init is not None and not callable(init):
         raise TypeError(f"init must be a function of a module or None, not {type(init).__name__}")
 
 
 def _choose_device(device: torch.device, *, cpu_offload: bool) -> torch.device:
-    """The device of shards, gradients and full parameters."""
     if cpu_offload and device.type != "cpu":
         raise UnsupportedOpError(
             f"cpu_offload=True keeps a model on the CPU and computes there, but this one is on {device}: leave it out,"
             " or move the module with cpu()"
         )
     return device
-
-
-def _row_bytes(units: Sequence[Unit]) -> int:
-    """Size of the largest unit's rows."""
-    return max((flat.gradients.size_bytes for unit in units for flat in unit.flats if flat.num_trainable), default=0)

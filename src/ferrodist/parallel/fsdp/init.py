@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +28,7 @@ from ferrodist.parallel.module_init import (
     verify_across_ranks,
     write_obstacle,
 )
-from ferrodist.tensor.grad_placements import is_grad_placement_hook
+from ferrodist.tensor.dtensor import is_grad_placement_hook
 from ferrodist.tensor.placement import Partial
 from ferrodist.torch_private.autograd import backward_hooks, has_accumulate_hooks
 from ferrodist.torch_private.modules import own_parameters
@@ -50,42 +49,28 @@ def verify_units(
 ) -> None:
     """Compare units, parameters and buffers with those of rank 0; every rank of the group calls this."""
     group = axes.world
-    lines = [f"settings {settings}", *_describe(specs, root)]
+    lines = [f"settings {settings}"]
+    for spec in specs:
+        lines += [f"unit {spec.name!r}", *describe_tensors(spec.parameters.items(), (), _describe_tensor)]
+    lines += describe_tensors((), root.named_buffers(), _describe_tensor)
     refusal = _find_refusal(specs, root, device, group)
     deadline = Deadline(group.timeout)
     verify_across_ranks(lines, group, deadline, maker="FSDP", module=type(root).__name__, refusal=refusal)
-    own = (layout_ids(group).find_collected(), _mesh_coordinates(specs))
+    dtensor_specs = [spec_of(parameter) for spec in specs for parameter in spec.parameters.values()]
+    coordinates = [None if spec is None else spec.mesh.coordinate for spec in dtensor_specs]
+    own = (layout_ids(group).find_collected(), coordinates)
     gathered = all_gather_object(own, group=group, timeout=deadline.remaining())
     layout_ids(group).release(set.intersection(*(set(collected) for collected, _ in gathered)))
-    _check_same_local_tensors(specs, [coordinates for _, coordinates in gathered], group)
-
-
-def _mesh_coordinates(specs: Sequence[UnitSpec]) -> list[tuple[int, ...] | None]:
-    """This rank's coordinate in the mesh of each parameter; None for plain ones."""
-    dtensor_specs = [spec_of(parameter) for spec in specs for parameter in spec.parameters.values()]
-    return [None if found is None else found.mesh.coordinate for found in dtensor_specs]
-
-
-def _check_same_local_tensors(
-    specs: Sequence[UnitSpec], coordinates: Sequence[Sequence[object]], group: Backend
-) -> None:
-    """Raise unless all ranks have the same local tensors, since FSDP makes these equal."""
+    # All ranks must have the same local tensors, since FSDP makes these equal.
     names = [name for spec in specs for name in spec.parameters]
-    for rank, theirs in enumerate(coordinates):
-        for name, first, other in zip(names, coordinates[0], theirs, strict=True):
+    for rank, (_, theirs) in enumerate(gathered):
+        for name, first, other in zip(names, gathered[0][1], theirs, strict=True):
             if first != other:
                 raise ValueError(
                     f"ranks 0 and {rank} of group {group.name!r} have different local tensors of parameter {name!r}, at"
                     f" {first} and {other} of its mesh: give FSDP the ranks that have the same one, along another axis"
                     " than the parameter's, as mesh['data'] of a DeviceMesh where mesh['tensor'] divides the module"
                 )
-
-
-def _describe(specs: Sequence[UnitSpec], root: torch.nn.Module) -> list[str]:
-    lines: list[str] = []
-    for spec in specs:
-        lines += [f"unit {spec.name!r}", *describe_tensors(spec.parameters.items(), (), _describe_tensor)]
-    return lines + describe_tensors((), root.named_buffers(), _describe_tensor)
 
 
 def _describe_tensor(name: str, tensor: torch.Tensor) -> str:
@@ -148,21 +133,17 @@ def _parameter_refusal(parameter: torch.nn.Parameter) -> str | None:
         return "has a gradient, which would be lost: call zero_grad() before FSDP"
     if parameter.is_inference():
         return "was made under inference_mode and can't be written to: make it a clone()"
-    if _has_hooks(parameter):
+    others = any(not is_grad_placement_hook(hook) for hook in backward_hooks(parameter).values())
+    if others or has_accumulate_hooks(parameter):
         return (
             "has hooks (register_hook, register_post_accumulate_grad_hook, or those of a DDP), which would never be"
             " called, for backward sees other parameters: remove them before FSDP"
         )
-    layout = spec_of(parameter)
-    if layout is not None and any(isinstance(placement, Partial) for placement in layout.placements):
+    spec = spec_of(parameter)
+    if spec is not None and any(isinstance(placement, Partial) for placement in spec.placements):
         return "is a distributed one of partial sums, which ranks can't train: redistribute() it first"
     reason = _tensor_refusal(parameter)
     return reason and f"can't be divided: {reason}"
-
-
-def _has_hooks(parameter: torch.Tensor) -> bool:
-    others = any(not is_grad_placement_hook(hook) for hook in backward_hooks(parameter).values())
-    return others or has_accumulate_hooks(parameter)
 
 
 def _tensor_refusal(tensor: torch.Tensor) -> str | None:
@@ -178,17 +159,6 @@ def _tensor_refusal(tensor: torch.Tensor) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FlatSpec:
-    """Parameters of a unit that share a flat tensor: of one dtype, all trainable or all frozen."""
-
-    unit: int
-    names: tuple[str, ...]
-    dtype: torch.dtype
-    layout: FlatLayout
-    dtypes: tuple[torch.dtype, torch.dtype]
-
-
 @torch.no_grad()
 def build_units(
     specs: Sequence[UnitSpec],
@@ -200,32 +170,15 @@ def build_units(
     device: torch.device,
 ) -> list[Unit]:
     """Shard a model's parameters, with rank 0's values, in a unit's memory twice; every rank calls this."""
-    flat_specs = [
-        flat_spec
-        for index, spec in enumerate(specs)
-        for flat_spec in _find_flat_specs(index, spec, axes, precision, dtensor_specs=dtensor_specs)
-    ]
-    memories = allocate_shards(
-        [(flat_spec.layout.shard_size, flat_spec.dtype, flat_spec.dtypes[0]) for flat_spec in flat_specs],
-        axes.shard,
-        device,
-    )
+    unit_layouts = [_make_layouts(spec, axes, precision, dtensor_specs=dtensor_specs) for spec in specs]
+    memories = iter(allocate_shards([layout for each in unit_layouts for _, layout in each], axes.shard, device))
     units = []
-    for index, spec in enumerate(specs):
+    for index, (spec, layouts) in enumerate(zip(specs, unit_layouts, strict=True)):
         _materialise(spec, init, device)
         flats = []
-        for flat_spec, memory in zip(flat_specs, memories, strict=True):
-            if flat_spec.unit != index:
-                continue
+        for names, layout in layouts:
             flat = FlatParameters(
-                flat_spec.names,
-                [spec.parameters[name] for name in flat_spec.names],
-                [spec.slots[name] for name in flat_spec.names],
-                layout=flat_spec.layout,
-                axes=axes,
-                dtypes=flat_spec.dtypes,
-                memory=memory,
-                dtensor_specs=[dtensor_specs.get(name) for name in flat_spec.names],
+                names, spec, layout=layout, axes=axes, memory=next(memories), dtensor_specs=dtensor_specs
             )
             with add_error_context(lambda: f"Rank 0 was giving the values of unit {spec.name!r}.", _ADVICE):  # noqa: B023
                 flat.scatter_from_rank0(flat.parameters)
@@ -236,30 +189,28 @@ def build_units(
     return units
 
 
-def _find_flat_specs(
-    index: int, spec: UnitSpec, axes: ShardAxes, precision: MixedPrecision, *, dtensor_specs: Collection[str]
-) -> list[_FlatSpec]:
-    names: dict[tuple[torch.dtype, bool], list[str]] = {}
+def _make_layouts(
+    spec: UnitSpec, axes: ShardAxes, precision: MixedPrecision, *, dtensor_specs: Collection[str]
+) -> list[tuple[list[str], FlatLayout]]:
+    """Lay out a unit's parameters in flat tensors: of one dtype each, all trainable or all frozen."""
+    groups: dict[tuple[torch.dtype, bool], list[str]] = {}
     for name, parameter in spec.parameters.items():
-        names.setdefault((parameter.dtype, parameter.requires_grad), []).append(name)
-    found = []
-    for (dtype, _), members in names.items():
-        shapes = [spec.parameters[name].shape for name in members]
-        dim_orders = [None if name in dtensor_specs else dim_order(spec.parameters[name]) for name in members]
-        computed, reduced = precision.computed(dtype), precision.reduced(dtype)
-        layout = FlatLayout(
-            shapes,
-            axes.num_shards,
-            axes.world,
-            dim_orders=dim_orders,
-            shard_dtype=dtype,
-            param_dtype=computed,
-            reduce_dtype=reduced,
+        groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(name)
+    return [
+        (
+            names,
+            FlatLayout(
+                [spec.parameters[name].shape for name in names],
+                axes.num_shards,
+                axes.world,
+                dim_orders=[None if name in dtensor_specs else dim_order(spec.parameters[name]) for name in names],
+                shard_dtype=dtype,
+                param_dtype=precision.computed(dtype),
+                reduce_dtype=precision.reduced(dtype),
+            ),
         )
-        found.append(
-            _FlatSpec(unit=index, names=tuple(members), dtype=dtype, layout=layout, dtypes=(computed, reduced))
-        )
-    return found
+        for (dtype, _), names in groups.items()
+    ]
 
 
 def _materialise(spec: UnitSpec, init: Callable[[torch.nn.Module], object] | None, device: torch.device) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,12 +15,12 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.native.symmetric_memory import ContiguousSharedView
+    from ferrodist.parallel.fsdp.flat_layout import FlatLayout
 
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatMemory:
+class FlatMemory(NamedTuple):
     """The memory of `FlatParameters`: this rank's shard, and a buffer for it in the dtype in which it is sent.
 
     ``shared_view`` is a contiguous view of the shards of all ranks, where they can be used in shared memory.
@@ -32,47 +31,41 @@ class FlatMemory:
     shared_view: ContiguousSharedView | None = None
 
 
-def allocate_shards(
-    sizes: Sequence[tuple[int, torch.dtype, torch.dtype]], group: Backend | None, device: torch.device
-) -> list[FlatMemory]:
+def allocate_shards(layouts: Sequence[FlatLayout], group: Backend | None, device: torch.device) -> list[FlatMemory]:
     """Allocate shards of zeros, on the CPU in one region of symmetric memory; every rank of the group calls this."""
     if group is None or device.type != "cpu":
         return [
             FlatMemory(
-                shard=torch.zeros(numel, dtype=shard_dtype, device=device),
+                shard=torch.zeros(layout.shard_size, dtype=layout.shard_dtype, device=device),
                 cast_buffer=None
-                if shard_dtype is param_dtype or group is None
-                else torch.empty(numel, dtype=param_dtype, device=device),
+                if layout.shard_dtype is layout.param_dtype or group is None
+                else torch.empty(layout.shard_size, dtype=layout.param_dtype, device=device),
             )
-            for numel, shard_dtype, param_dtype in sizes
+            for layout in layouts
         ]
-    if not sizes:
+    if not layouts:
         return []
-    starts, shared, end = [], {}, 0
-    for index, (numel, shard_dtype, param_dtype) in enumerate(sizes):
-        size_bytes = numel * shard_dtype.itemsize
-        is_shared = shard_dtype is param_dtype and size_bytes % mmap.PAGESIZE == 0
-        end += -end % (mmap.PAGESIZE if is_shared else _ALIGNMENT)
-        starts.append((end, end + size_bytes))
+    slices, shared, end = [], {}, 0
+    for index, layout in enumerate(layouts):
+        is_cast = layout.shard_dtype is not layout.param_dtype
+        size_bytes = layout.shard_size * layout.shard_dtype.itemsize
+        is_shared = not is_cast and size_bytes % mmap.PAGESIZE == 0
+        start = end + -end % (mmap.PAGESIZE if is_shared else _ALIGNMENT)
         if is_shared:
-            shared[index] = (end, size_bytes)
-        end += size_bytes + (0 if shard_dtype is param_dtype else numel * param_dtype.itemsize)
+            shared[index] = (start, size_bytes)
+        end = start + size_bytes + (layout.shard_size * layout.param_dtype.itemsize if is_cast else 0)
+        slices.append((slice(start, start + size_bytes), slice(start + size_bytes, end)))
     region, views = empty_joined(end, list(shared.values()), group=group)
     region.zero_()
     views_by_index = dict(zip(shared, views, strict=False))
-    memories = []
-    for index, (numel, shard_dtype, param_dtype) in enumerate(sizes):
-        start, after = starts[index]
-        shard = region[start:after].view(shard_dtype)
-        cast_buffer = region[after : after + numel * param_dtype.itemsize].view(param_dtype)
-        memories.append(
-            FlatMemory(
-                shard=shard,
-                cast_buffer=None if shard_dtype is param_dtype else cast_buffer,
-                shared_view=views_by_index.get(index),
-            )
+    return [
+        FlatMemory(
+            shard=region[shard].view(layout.shard_dtype),
+            cast_buffer=region[cast].view(layout.param_dtype) if cast.start < cast.stop else None,
+            shared_view=views_by_index.get(index),
         )
-    return memories
+        for index, (layout, (shard, cast)) in enumerate(zip(layouts, slices, strict=True))
+    ]
 
 
 def alias_memory(flat: torch.Tensor) -> torch.Tensor:
@@ -91,8 +84,7 @@ class GradientBuffer:
     """Symmetric memory in which units average their gradients in turn, in the same order on all ranks."""
 
     def __init__(self, size_bytes: int, group: Backend | None, device: torch.device) -> None:
-        self._group = group
-        self._device = device
+        self._group, self._device = group, device
         self._memory = self._allocate(size_bytes)
         self._release: Callable[[], None] | None = None
 

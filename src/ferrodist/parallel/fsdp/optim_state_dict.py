@@ -2,15 +2,14 @@
 
 A tensor of the shape of its parameter's shard is sharded as the parameter is, such as a momentum; all others are equal
 on all ranks, such as a number of steps. For a parameter without dims, which one rank has alone, shapes don't tell: the
-same entry of the optimizer's other parameters decides. A full state lists the sharded entries (``divided``), for the
-ranks that load it.
+same entry of the optimizer's other parameters decides. A full state lists the sharded entries (``divided``).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -22,34 +21,44 @@ from ferrodist.parallel.fsdp.state_dict import check_owner, describe_owner
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import TypeAlias
-
     from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
-    from ferrodist.parallel.fsdp.unit import Unit
 
-    Locations: TypeAlias = Mapping[torch.Tensor, tuple[FlatParameters, int]]
+    Locations: TypeAlias = Mapping[torch.Tensor, tuple[str, FlatParameters, int]]
 
 
 class OptimizerStateDict:
     """Full and sharded state dicts of optimizers of a model's shards; `FSDP` explains the methods."""
 
-    def __init__(self, units: Sequence[Unit], axes: ShardAxes) -> None:
-        self._flats = [flat for unit in units for flat in unit.flats]
-        self._axes = axes
+    def __init__(self, flats: Sequence[FlatParameters], axes: ShardAxes) -> None:
+        self._flats, self._axes = flats, axes
 
     @torch.no_grad()
     def full(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Gather an optimizer's full state."""
+        """Gather an optimizer's full state; raises, the same on every rank, unless all have the same entries."""
         locations = self._locate(optimizer)
-        self._verify_same_entries(optimizer, locations)
+        kinds = [
+            (name, list(optimizer.state[parameter]), _divided_keys(optimizer, parameter))
+            for parameter, (name, *_) in locations.items()
+            if parameter in optimizer.state
+        ]
+        digest = hashlib.sha256(repr(kinds).encode()).hexdigest()
+        group = self._axes.world
+        with self._axes.in_collective("collecting full_optimizer_state_dict()"):
+            digests = all_gather_object(digest, group=group)
+        differing = tuple(rank for rank, other in enumerate(digests) if other != digests[0])
+        if differing:
+            raise CollectiveMismatchError(
+                f"the optimizers of the ranks of group {group.name!r} have state of other parameters or kinds than rank"
+                " 0's: make the same optimizer, and step it as often, on every rank",
+                ranks=differing,
+            )
         state: dict[str, dict[str, Any]] = {}
         divided: dict[str, list[str]] = {}
-        for parameter, (flat, index) in locations.items():
+        for parameter, (name, flat, index) in locations.items():
             if parameter in optimizer.state:
-                keys = divided[flat.names[index]] = _divided_keys(optimizer, parameter)
-                state[flat.names[index]] = {
+                keys = divided[name] = _divided_keys(optimizer, parameter)
+                state[name] = {
                     key: self._gather_full(value, flat, index) if key in keys else _copy(value)
                     for key, value in optimizer.state[parameter].items()
                 }
@@ -67,19 +76,13 @@ class OptimizerStateDict:
                     f"the optimizer state of rank {rank} does not fit the optimizer: {problem}. Nothing was loaded."
                 )
         local_state: dict[str, dict[str, Any]] = {}
-        for flat, index in locations.values():
-            entries = state["state"].get(flat.names[index])
+        for name, flat, index in locations.values():
+            entries = state["state"].get(name)
             if entries is None:
                 continue
-            divided = state["divided"][flat.names[index]]
-            shard_range = flat.layout.shard_range(index, self._axes.shard_rank)
-            local_state[flat.names[index]] = {
-                key: flat.layout.shape_shard(
-                    index,
-                    flat.layout.flatten(index, flat.slice_local(index, value))[shard_range.start :][: shard_range.size],
-                )
-                if key in divided
-                else value
+            divided = state["divided"][name]
+            local_state[name] = {
+                key: flat.shard_of(index, flat.slice_local(index, value)) if key in divided else value
                 for key, value in entries.items()
             }
         _load(optimizer, locations, {"state": local_state, "param_groups": state["param_groups"]})
@@ -91,8 +94,8 @@ class OptimizerStateDict:
         return {
             **describe_owner(self._axes, self._flats),
             "state": {
-                flat.names[index]: {key: _copy(value) for key, value in optimizer.state[parameter].items()}
-                for parameter, (flat, index) in locations.items()
+                name: {key: _copy(value) for key, value in optimizer.state[parameter].items()}
+                for parameter, (name, *_) in locations.items()
                 if parameter in optimizer.state
             },
             "param_groups": _named_groups(optimizer, locations),
@@ -104,18 +107,22 @@ class OptimizerStateDict:
         locations = self._locate(optimizer)
         if problem := _find_form_mismatch(optimizer, locations, state):
             raise ValueError(f"the optimizer state does not fit the optimizer: {problem}. Nothing was loaded.")
-        for parameter, (flat, index) in locations.items():
-            for key, value in state["state"].get(flat.names[index], {}).items():
+        for parameter, (name, *_) in locations.items():
+            for key, value in state["state"].get(name, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
                     raise ValueError(
-                        f"{key!r} of {flat.names[index]!r} has shape {tuple(value.shape)}, and this rank's shard"
+                        f"{key!r} of {name!r} has shape {tuple(value.shape)}, and this rank's shard"
                         f" {tuple(parameter.shape)}: it was sharded in another way. Nothing was loaded."
                     )
         _load(optimizer, locations, state)
 
-    def _locate(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, tuple[FlatParameters, int]]:
-        """The flat parameters and index of each of the optimizer's parameters, in the order of its groups."""
-        known = {shard: (flat, index) for flat in self._flats for index, shard in enumerate(flat.parameters)}
+    def _locate(self, optimizer: torch.optim.Optimizer) -> Locations:
+        """The name, flat parameters and index of each of the optimizer's parameters, in the order of its groups."""
+        known = {
+            shard: (name, flat, index)
+            for flat in self._flats
+            for index, (name, shard) in enumerate(zip(flat.names, flat.parameters, strict=True))
+        }
         found = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -126,25 +133,6 @@ class OptimizerStateDict:
                     )
                 found[parameter] = known[parameter]
         return found
-
-    def _verify_same_entries(self, optimizer: torch.optim.Optimizer, locations: Locations) -> None:
-        """Raise, the same on every rank, unless all ranks have the same entries."""
-        kinds = [
-            (flat.names[index], list(optimizer.state[parameter]), _divided_keys(optimizer, parameter))
-            for parameter, (flat, index) in locations.items()
-            if parameter in optimizer.state
-        ]
-        digest = hashlib.sha256(repr(kinds).encode()).hexdigest()
-        group = self._axes.world
-        with self._axes.in_collective("collecting full_optimizer_state_dict()"):
-            digests = all_gather_object(digest, group=group)
-        differing = tuple(rank for rank, other in enumerate(digests) if other != digests[0])
-        if differing:
-            raise CollectiveMismatchError(
-                f"the optimizers of the ranks of group {group.name!r} have state of other parameters or kinds than rank"
-                " 0's: make the same optimizer, and step it as often, on every rank",
-                ranks=differing,
-            )
 
     def _gather_full(self, value: torch.Tensor, flat: FlatParameters, index: int) -> torch.Tensor:
         if self._axes.shard is None:
@@ -167,17 +155,18 @@ def _divided_keys(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> 
         for key, value in optimizer.state[parameter].items()
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape
     ]
-    return fitting if parameter.dim() else [key for key in fitting if _is_divided_elsewhere(optimizer, key)]
-
-
-def _is_divided_elsewhere(optimizer: torch.optim.Optimizer, key: str) -> bool:
-    """True if an entry has the shape of parameters with dims; if there are none, its name decides."""
-    shapes = [
-        (entries[key].shape, other.shape)
-        for other, entries in optimizer.state.items()
-        if other.dim() and isinstance(entries.get(key), torch.Tensor)
-    ]
-    return any(own == of_parameter for own, of_parameter in shapes) if shapes else key not in _SCALAR_ENTRIES
+    if parameter.dim():
+        return fitting
+    divided = []
+    for key in fitting:  # by the entry's shape where parameters have dims, or by its name
+        shapes = [
+            (entries[key].shape, other.shape)
+            for other, entries in optimizer.state.items()
+            if other.dim() and isinstance(entries.get(key), torch.Tensor)
+        ]
+        if any(own == of_parameter for own, of_parameter in shapes) if shapes else key not in _SCALAR_ENTRIES:
+            divided.append(key)
+    return divided
 
 
 def _find_mismatch(optimizer: torch.optim.Optimizer, locations: Locations, state: Mapping[str, Any]) -> str | None:
@@ -186,8 +175,8 @@ def _find_mismatch(optimizer: torch.optim.Optimizer, locations: Locations, state
         return problem
     if not isinstance(state.get("divided"), Mapping):
         return "it lacks 'divided', the sharded entries by names"
-    for flat, index in locations.values():
-        name, shape = flat.names[index], flat.full_shape(index)
+    for name, flat, index in locations.values():
+        shape = flat.full_shape(index)
         entries = state["state"].get(name)
         if entries is None:
             continue
@@ -227,11 +216,7 @@ def _copy(value: Any) -> Any:
 
 
 def _named_groups(optimizer: torch.optim.Optimizer, locations: Locations) -> list[dict[str, Any]]:
-    def name(parameter: torch.Tensor) -> str:
-        flat, index = locations[parameter]
-        return flat.names[index]
-
-    return [{**group, "params": [name(parameter) for parameter in group["params"]]} for group in optimizer.param_groups]
+    return [{**group, "params": [locations[each][0] for each in group["params"]]} for group in optimizer.param_groups]
 
 
 def _load(optimizer: torch.optim.Optimizer, locations: Locations, state: Mapping[str, Any]) -> None:

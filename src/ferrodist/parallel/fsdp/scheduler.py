@@ -24,6 +24,7 @@ a backward had begun, the other ranks wait for its rest: the group is aborted, a
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,8 @@ from ferrodist.parallel.fsdp.backward_plan import Action, BackwardRun, ForwardTr
 from ferrodist.parallel.fsdp.unit import ADVICE, Unit, UnitState
 from ferrodist.parallel.module_guard import current_backward_id, find_outputs, find_tensors, hook_gradients, weak_method
 from ferrodist.torch_private.autograd import queue_callback
-from ferrodist.wording import counted
+from ferrodist.torch_private.compilers import outside_of_compiler
+from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -56,11 +58,8 @@ class UnitScheduler:
         reshards_after_forward: bool,
     ) -> None:
         self.units = tuple(units)
-        self.is_syncing = True
-        """True if backward averages gradients; otherwise they stay on this rank."""
-        self._axes = axes
-        self._group = axes.world
-        self._buffer = buffer
+        self.is_syncing = True  # True if backward averages gradients; otherwise they stay on this rank
+        self._axes, self._group, self._buffer = axes, axes.world, buffer
         self._forward_prefetch, self._backward_prefetch = prefetch
         self._reshards_after_forward = reshards_after_forward
         self._forward_order: list[int] = []  # unit indices in the call order of the last forward
@@ -80,6 +79,28 @@ class UnitScheduler:
             for flat in unit.flats:
                 flat.on_gradient = weak_method(self, UnitScheduler.on_gradient, unit.index)
 
+    def install_hooks(self, unit: Unit) -> None:
+        """Hook a unit's forward, and refuse calls of modules without their parameters."""
+
+        def pre_forward(_module: torch.nn.Module, _args: object) -> None:
+            self.pre_forward(unit)
+
+        def post_forward(_module: torch.nn.Module, _args: object, output: Any) -> None:
+            self.post_forward(unit, output, succeeded=output is not None or sys.exc_info()[0] is None)
+
+        def check(module: torch.nn.Module, _args: object) -> None:
+            if not unit.has_full_params:
+                raise RuntimeError(
+                    f"{with_article(type(module).__name__)} of {unit.title} was called while its parameters are not"
+                    " gathered: call the FSDP, or use summon_full_params()"
+                )
+
+        for module in {module for flat in unit.flats for slots in flat.slots for module, _ in slots}:
+            module.register_forward_pre_hook(outside_of_compiler(check), prepend=True)
+        if unit.index:
+            unit.module.register_forward_pre_hook(outside_of_compiler(pre_forward), prepend=True)
+            unit.module.register_forward_hook(outside_of_compiler(post_forward), always_call=True)
+
     # Forward.
 
     def prefetch_forward(self) -> None:
@@ -89,11 +110,6 @@ class UnitScheduler:
             for index in (self._forward_order or [0])[: self._forward_prefetch + 1]:
                 self.units[index].start_gather()
                 self._prefetched.add(index)
-
-    @property
-    def has_pending_prefetch(self) -> bool:
-        """True if a unit is being gathered that no forward waits for yet."""
-        return any(unit.state is UnitState.GATHERING for unit in self.units)
 
     def recover(self, *, keep_prefetched: bool = False) -> None:
         """Free units that an earlier forward left, and abort the group if a backward was cut short."""
@@ -144,16 +160,14 @@ class UnitScheduler:
                 other.finish_gather()
         trace = self._trace
         call = trace.begin_call(unit.index)
-        position = (
-            call
-            if call < len(self._forward_order) and self._forward_order[call] == unit.index
-            else len(self._forward_order)
-        )
+        order = self._forward_order
+        is_as_before = order[call : call + 1] == [unit.index]
+        following = order[call + 1 : call + 1 + self._forward_prefetch] if is_as_before else []
         trace.versions.setdefault(unit.index, unit.shard_versions())
         self._open_calls.append((unit.index, call))
         with self._abort_on_error():
             unit.start_gather()
-            for index in self._forward_order[position + 1 : position + 1 + self._forward_prefetch]:
+            for index in following:
                 self.units[index].start_gather()
             unit.finish_gather()
 
@@ -167,7 +181,10 @@ class UnitScheduler:
             return
         if self._trace is None:  # a failure has ended this forward
             return
-        trace, closed = self._trace, self._close_call(unit)
+        trace, closed = self._trace, None
+        while self._open_calls and closed is None:
+            index, call = self._open_calls.pop()
+            closed = call if index == unit.index else None
         if closed is None:
             return
         if succeeded:
@@ -184,13 +201,6 @@ class UnitScheduler:
         if not unit.index:
             self._end_forward(trace, succeeded=succeeded, will_return=will_return)
 
-    def _close_call(self, unit: Unit) -> int | None:
-        while self._open_calls:
-            index, call = self._open_calls.pop()
-            if index == unit.index:
-                return call
-        return None
-
     def _end_forward(self, trace: ForwardTrace, *, succeeded: bool, will_return: bool) -> None:
         if succeeded:
             self._forward_order = trace.order
@@ -198,7 +208,9 @@ class UnitScheduler:
         self._open_calls.clear()
         self._prefetched.clear()
         if succeeded and self._uses_shared_views and not will_return:
-            self._check_unchanged(trace)
+            for index, versions in trace.versions.items():  # other ranks may still compute with this rank's shards
+                with self._abort_on_error():
+                    self.units[index].check_unchanged(versions, until="the end of a forward")
         used = {*trace.versions, *(unit.index for unit in self._unsharded_units)}
         for unit in self.units:
             if not will_return or unit.index not in used:
@@ -212,12 +224,6 @@ class UnitScheduler:
         if failure is not None:  # in the module's own collectives: no rank of the mesh can continue
             self._fail(failure)
 
-    def _check_unchanged(self, trace: ForwardTrace) -> None:
-        """Raise if the program has changed a shard with which other ranks may still compute."""
-        for index, versions in trace.versions.items():
-            with self._abort_on_error():
-                self.units[index].check_unchanged(versions, until="the end of a forward")
-
     def _watch_outputs(self, output: Any, trace: ForwardTrace, call: int) -> bool:
         """Call `pre_backward` when a gradient reaches an output; returns whether one can."""
         outputs = find_outputs(output)
@@ -226,25 +232,23 @@ class UnitScheduler:
 
     def _check_outputs(self, unit: Unit, output: Any) -> None:
         """Raise for a parameter among a unit's outputs: it is freed after the call, or after the backward."""
-        if any(unit.owns_memory_of(tensor) for tensor in find_tensors(output)):
-            error = UnsupportedOpError(
-                f"{unit.title} returned one of its parameters, or a view of one, which exist during its call only:"
-                " return a copy (parameter.clone())"
-            )
+        if any(flat.owns_memory_of(tensor) for tensor in find_tensors(output) for flat in unit.flats):
             with self._abort_on_error():
-                raise error
+                raise UnsupportedOpError(
+                    f"{unit.title} returned one of its parameters, or a view of one, which exist during its call only:"
+                    " return a copy (parameter.clone())"
+                )
 
     # Backward.
 
     def pre_backward(self, trace: ForwardTrace, call: int, _gradient: object = None) -> None:
         """Gather a unit, because autograd has reached the end of its call."""
         if torch.is_grad_enabled():
-            error = UnsupportedOpError(
-                "backward or autograd.grad with create_graph=True through an FSDP model: a second backward would need"
-                " parameters that were freed after the first. Use DDP where gradients need gradients."
-            )
             with self._abort_on_error():
-                raise error
+                raise UnsupportedOpError(
+                    "backward or autograd.grad with create_graph=True through an FSDP model: a second backward would"
+                    " need parameters that were freed after the first. Use DDP where gradients need gradients."
+                )
         if self._run is not None and self._run.trace is not trace and self._run.backward_id != current_backward_id():
             self._abort_incomplete_run(self._run)
         if self._run is None or self._run.trace is not trace:
@@ -265,13 +269,13 @@ class UnitScheduler:
         """Count a gradient, and reduce the next units of the plan that have all of theirs."""
         run, unit = self._run, self.units[index]
         if run is None:
-            error = UnsupportedOpError(
-                f"a gradient reached parameters of {unit.title} by another path than through the forward's outputs:"
-                " return all losses, and tensors that lead to one, from forward"
-            )
             with self._abort_on_error():
-                raise error
-        if not unit.count_gradient():
+                raise UnsupportedOpError(
+                    f"a gradient reached parameters of {unit.title} by another path than through the forward's"
+                    " outputs: return all losses, and tensors that lead to one, from forward"
+                )
+        unit.num_gradients += 1
+        if not unit.has_all_gradients:
             return
         with self._abort_on_error():
             while (step := run.next_step) is not None and step.action is Action.REDUCE:
@@ -297,23 +301,20 @@ class UnitScheduler:
                 flat.gradients.drop()
 
     def _begin_backward(self, trace: ForwardTrace) -> None:
-        if self._run is not None:  # of another forward in the same backward, as for the sum of two losses
-            self._finish_backward()
+        self._finish_backward()  # of another forward in the same backward, as for the sum of two losses
         for unit in self.units:
             unit.num_gradients = 0
         trainable = [unit.index for unit in self.units if any(flat.num_trainable for flat in unit.flats)]
         self._run = BackwardRun(trace, plan_backward(trace.events, self._backward_prefetch, trainable))
         for unit in self.units:
             unit.set_module_params(full=True)  # for recomputed checkpoints
-        queue_callback(self._on_backward_end)
-
-    def _on_backward_end(self) -> None:
-        if self._run is not None:
-            self._finish_backward()
+        queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
+        """Execute the remaining steps of the run, if there is one, and wait for the averages."""
         run = self._run
-        assert run is not None
+        if run is None:
+            return
         with self._abort_on_error():
             while (step := run.next_step) is not None:
                 self._do(run, step)

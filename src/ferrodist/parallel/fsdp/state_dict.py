@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ferrodist.collectives.objects import all_gather_object, broadcast_object
 from ferrodist.collectives.reduce import broadcast
-from ferrodist.parallel.fsdp.dtensor_params import describe_local, full_tensor, local_tensor, slice_local, spec_of
+from ferrodist.parallel.fsdp.dtensor_params import full_tensor, local_tensor, slice_local, spec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
-    from ferrodist.parallel.fsdp.unit import Unit
 
-_EXTRA = "_extra_state"
-"""torch's name for the result of `get_extra_state`, behind the module's name."""
+_EXTRA = "_extra_state"  # torch's name for the result of `get_extra_state`, behind the module's name
 
 
 class ModelStateDict:
-    """Full and sharded state dicts of a model's units; `FSDP` explains the methods."""
+    """Full and sharded state dicts of a model; `FSDP` explains the methods."""
 
-    def __init__(self, module: torch.nn.Module, units: Sequence[Unit], axes: ShardAxes) -> None:
-        self._module = module
-        self._flats = [flat for unit in units for flat in unit.flats]
-        self._axes = axes
-        names: dict[torch.Tensor, list[str]] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
+    def __init__(self, module: torch.nn.Module, flats: Sequence[FlatParameters], axes: ShardAxes) -> None:
+        self._module, self._flats, self._axes = module, flats, axes
         # Stored now, since a failed backward leaves full parameters in the module.
-        self._names = names
+        self._names: dict[torch.Tensor, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._names.setdefault(parameter, []).append(name)
         self._extras = {
             f"{prefix}.{_EXTRA}" if prefix else _EXTRA: each
             for prefix, each in module.named_modules(remove_duplicate=False)
@@ -46,33 +40,34 @@ class ModelStateDict:
     def full(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
         """Gather the full state dict."""
         is_wanted = not rank0_only or self._axes.world.rank == 0
-        values: dict[torch.nn.Parameter, torch.Tensor] = {}
+        found: dict[torch.Tensor, torch.Tensor] = {}
         with self._axes.in_collective("collecting full_state_dict()"):
             for flat in self._flats:
                 full = flat.gather_full()
                 if not is_wanted:
                     continue
                 for shard, value, spec in zip(flat.parameters, full, flat.dtensor_specs, strict=True):
-                    values[shard] = full_tensor(value, spec).clone()
+                    found[shard] = full_tensor(value, spec).clone()
             if not is_wanted:
                 return {}
-            template = self._module.state_dict(keep_vars=True)
-            return {
-                name: entry if not _is_tensor(entry) else values[entry] if entry in values else _copy_full(entry)
-                for name, entry in template.items()
-            }
+            state = dict(self._module.state_dict(keep_vars=True))
+            for name, entry in state.items():
+                if isinstance(entry, torch.Tensor):  # a parameter or buffer, and no extra state
+                    full_copy = found.get(entry)
+                    if full_copy is None:
+                        full_copy = full_tensor(local_tensor(entry), spec_of(entry)).detach().clone()
+                    state[name] = full_copy
+            return state
 
     @torch.no_grad()
     def load_full(self, state: Mapping[str, torch.Tensor] | None) -> None:
         """Load a full state dict that all ranks have, or rank 0 alone."""
-        group = self._axes.world
-        names = self._names
         is_sent = self._is_only_on_rank_0(state)
         extras: Mapping[str, Any] | None = None if state is None else {name: state[name] for name in self._extras}
         if is_sent and self._extras:
             extras = self._send_extras(extras)
         for flat in self._flats:
-            full = [] if state is None else [state[names[shard][0]] for shard in flat.parameters]
+            full = [] if state is None else [state[self._names[shard][0]] for shard in flat.parameters]
             wanted = [flat.slice_local(index, value) for index, value in enumerate(full)]
             if is_sent:
                 flat.scatter_from_rank0(None if state is None else wanted)
@@ -84,7 +79,7 @@ class ModelStateDict:
             if state is not None:
                 local.copy_(slice_local(state[name], spec_of(buffer)))
             if is_sent:
-                broadcast(local, 0, group=group, out=local)
+                broadcast(local, 0, group=self._axes.world, out=local)
         self._set_extras(extras or {})
 
     def _is_only_on_rank_0(self, state: Mapping[str, torch.Tensor] | None) -> bool:
@@ -105,9 +100,14 @@ class ModelStateDict:
 
     def _send_extras(self, extras: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Rank 0's extra states, on every rank, sent as a file that torch reads without running code."""
-        group = self._axes.world
-        sent = None if extras is None else _serialize(extras)
-        sent = broadcast_object(sent, group=group)
+        sent = None
+        if extras is not None:
+            file = io.BytesIO()
+            with contextlib.suppress(pickle.PickleError, TypeError, AttributeError):
+                torch.save(extras, file)
+                torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+                sent = file.getvalue()
+        sent = broadcast_object(sent, group=self._axes.world)
         if sent is None:
             raise ValueError(
                 "load_full_state_dict can't send the result of get_extra_state(), since torch.load refuses its types"
@@ -119,12 +119,11 @@ class ModelStateDict:
     @torch.no_grad()
     def sharded(self) -> dict[str, Any]:
         """Copy this rank's shard of the state."""
-        names = self._names
         parameters = {}
         for flat in self._flats:
             for index, parameter in enumerate(flat.parameters):
                 shard_range = flat.layout.shard_range(index, self._axes.shard_rank)
-                parameters[names[parameter][0]] = {
+                parameters[self._names[parameter][0]] = {
                     "piece": parameter.detach().reshape(-1).clone(),
                     "start": shard_range.start,
                     "shape": list(flat.layout.shapes[index]),
@@ -144,10 +143,9 @@ class ModelStateDict:
         own = self.sharded()
         if problem := _find_sharded_mismatch(own, state):
             raise ValueError(f"{problem}. Nothing was loaded.")
-        names = self._names
         for flat in self._flats:
             for parameter in flat.parameters:
-                parameter.copy_(state["parameters"][names[parameter][0]]["piece"].view(parameter.shape))
+                parameter.copy_(state["parameters"][self._names[parameter][0]]["piece"].view(parameter.shape))
         for name, buffer in self._buffers().items():
             local_tensor(buffer).copy_(state["buffers"][name])
         self._set_extras(state["extra_state"])
@@ -160,7 +158,9 @@ class ModelStateDict:
         """The buffers that belong to the state, by name."""
         template = self._module.state_dict(keep_vars=True)
         others = {name for names in self._names.values() for name in names} | set(self._extras)
-        return {name: entry for name, entry in template.items() if _is_tensor(entry) and name not in others}
+        return {
+            name: entry for name, entry in template.items() if isinstance(entry, torch.Tensor) and name not in others
+        }
 
     def _find_mismatch(self, state: object) -> str | None:
         """The reason why a full state dict does not fit, or None."""
@@ -175,7 +175,7 @@ class ModelStateDict:
         if unknown := sorted(set(state) - set(self._module.state_dict(keep_vars=True))):
             return f"it has {unknown[0]!r}, which the module does not have, and {len(unknown) - 1} more"
         for name, shape in shapes.items():
-            if not _is_tensor(state[name]):
+            if not isinstance(state[name], torch.Tensor):
                 return f"{name!r} is not a tensor"
             if state[name].shape != shape:
                 return f"{name!r} has shape {tuple(state[name].shape)} where the module has {tuple(shape)}"
@@ -188,7 +188,7 @@ def describe_owner(axes: ShardAxes, flats: Sequence[FlatParameters]) -> dict[str
     ``parts`` is for DTensors' local tensors, ``orders`` for dims that are not row-major.
     """
     parts = {
-        name: describe_local(spec)
+        name: f"{spec} of {spec.mesh.shape} ranks, at {spec.mesh.coordinate}"
         for flat in flats
         for name, spec in zip(flat.names, flat.dtensor_specs, strict=True)
         if spec is not None
@@ -199,12 +199,8 @@ def describe_owner(axes: ShardAxes, flats: Sequence[FlatParameters]) -> dict[str
         for name, order in zip(flat.names, flat.layout.dim_orders, strict=True)
         if order is not None and flat.layout.num_shards > 1
     }
-    more = {"parts": parts, "orders": dim_orders}
-    return {
-        "rank": axes.world.rank,
-        "world_size": axes.world.world_size,
-        **{key: value for key, value in more.items() if value},
-    }
+    more = {key: value for key, value in (("parts", parts), ("orders", dim_orders)) if value}
+    return {"rank": axes.world.rank, "world_size": axes.world.world_size, **more}
 
 
 def check_owner(state: Mapping[str, Any], owner: Mapping[str, Any], what: str) -> None:
@@ -246,7 +242,7 @@ def _find_sharded_mismatch(expected: Mapping[str, Any], state: Mapping[str, Any]
             return f"{name!r} {problem}"
     for name, own in expected["buffers"].items():
         other = state["buffers"][name]
-        if not _is_tensor(other) or own.shape != other.shape:
+        if not isinstance(other, torch.Tensor) or own.shape != other.shape:
             return f"buffer {name!r} is not a tensor of its shape in the state"
     return None
 
@@ -254,7 +250,7 @@ def _find_sharded_mismatch(expected: Mapping[str, Any], state: Mapping[str, Any]
 def _shard_mismatch(own: Mapping[str, Any], other: Any) -> str | None:
     if not isinstance(other, Mapping) or not {"piece", "start", "shape"} <= set(other):
         return "lacks piece, start or shape in the state"
-    if not _is_tensor(other["piece"]):
+    if not isinstance(other["piece"], torch.Tensor):
         return "has a piece in the state that is not a tensor"
     same = own["start"] == other["start"] and own["shape"] == other["shape"]
     if not same or own["piece"].numel() != other["piece"].numel():
@@ -263,22 +259,3 @@ def _shard_mismatch(own: Mapping[str, Any], other: Any) -> str | None:
             " and strategy, or save full_state_dict()"
         )
     return None
-
-
-def _serialize(value: object) -> bytes | None:
-    """A file that torch reads without running code, or None."""
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    except (pickle.PickleError, TypeError, AttributeError):
-        return None
-    return file.getvalue()
-
-
-def _copy_full(buffer: torch.Tensor) -> torch.Tensor:
-    return full_tensor(local_tensor(buffer), spec_of(buffer)).detach().clone()
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)

@@ -10,7 +10,7 @@ from ferrodist.parallel.fsdp.flat_shard import FlatShardParameter
 from ferrodist.torch_private.autograd import version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -32,12 +32,9 @@ _SHARDS_INTACT = (
 class UnitState(enum.Enum):
     """The state of a unit's parameters."""
 
-    SHARDED = "sharded"
-    """Each rank has its shard."""
-    GATHERING = "gathering"
-    """The full parameters are being gathered; the module still has its shards."""
-    GATHERED = "gathered"
-    """The full parameters are there."""
+    SHARDED = "sharded"  # each rank has its shard
+    GATHERING = "gathering"  # the full parameters are being gathered; the module still has its shards
+    GATHERED = "gathered"  # the full parameters are there
 
 
 class Unit:
@@ -46,18 +43,13 @@ class Unit:
     def __init__(
         self, index: int, name: str, module: torch.nn.Module, flats: Sequence[FlatParameters], group: Backend
     ) -> None:
-        self.index = index
-        self.name = name
-        self.module = module
-        self.flats = tuple(flats)
+        self.index, self.name, self.module, self.flats = index, name, module, tuple(flats)
         self.state = UnitState.SHARDED
         self._group = group
-        self.num_gradients = 0
-        """Number of gradients of the present backward."""
+        self.num_gradients = 0  # number of gradients of the present backward
         self._versions: tuple[int, ...] = ()  # of the shards, when gathering started
         self.is_reducing = False
-        self.has_full_params = False
-        """True if the module has full parameters; otherwise it has its shards."""
+        self.has_full_params = False  # True if the module has full parameters; otherwise it has its shards
 
     @property
     def title(self) -> str:
@@ -76,9 +68,7 @@ class Unit:
             return
         self._versions = self.shard_versions()
         self.state = UnitState.GATHERING
-        with add_error_context(lambda: self._context("gathering"), ADVICE):
-            for flat in self.flats:
-                flat.start_gather()
+        self._for_each_flat("gathering", lambda flat: flat.start_gather())
 
     def finish_gather(self) -> None:
         """Wait for the full parameters and install them in the module.
@@ -96,9 +86,7 @@ class Unit:
             self._finish_gather()
 
     def _finish_gather(self) -> None:
-        with add_error_context(lambda: self._context("gathering"), ADVICE):
-            for flat in self.flats:
-                flat.finish_gather()
+        self._for_each_flat("gathering", lambda flat: flat.finish_gather())
         self.state = UnitState.GATHERED
         self.has_full_params = True
 
@@ -119,16 +107,12 @@ class Unit:
                 else:
                     flat.install(flat.parameters)
 
-    def owns_memory_of(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor shares memory with the unit's full parameters."""
-        return any(flat.owns_memory_of(tensor) for flat in self.flats)
-
     def free(self) -> None:
         """Free all but this rank's shards."""
         if self.state is UnitState.SHARDED:
             return
-        with add_error_context(lambda: self._context("freeing"), ADVICE):
-            changed = [name for flat in self.flats for name in flat.free()]
+        changed: list[str] = []
+        self._for_each_flat("freeing", lambda flat: changed.extend(flat.free()))
         self.state = UnitState.SHARDED
         self.has_full_params = False
         if changed:
@@ -155,9 +139,7 @@ class Unit:
 
     def begin_summon(self) -> None:
         """Give the module full parameters that may be changed."""
-        with add_error_context(lambda: self._context("summoning"), ADVICE):
-            for flat in self.flats:
-                flat.begin_summon()
+        self._for_each_flat("summoning", lambda flat: flat.begin_summon())
         self._versions = self.shard_versions()
         self.state = UnitState.GATHERED
         self.has_full_params = True
@@ -173,33 +155,21 @@ class Unit:
             flat.end_summon(writeback=writeback and not has_changed)
         return has_changed
 
-    def count_gradient(self) -> bool:
-        """Count a gradient that autograd has accumulated; True if it was the last one."""
-        self.num_gradients += 1
-        return self.has_all_gradients
-
     def start_reduce(self, buffer: GradientBuffer) -> None:
         """Start averaging the gradients; after `finish_reduce` the shards have them."""
         self.finish_reduce()
         self.is_reducing = True
-        with add_error_context(lambda: self._context("averaging the gradients of"), ADVICE):
-            for flat in self.flats:
-                if flat.num_trainable or flat.gradients.exist:
-                    flat.gradients.start(buffer)
+        self._for_each_flat("averaging the gradients of", lambda flat: flat.gradients.start(buffer))
 
     def reduce_across_replicas(self) -> None:
         """Pass an average over the ranks that shard the model on to the replicas of the model, if there are any."""
         if self.is_reducing:
-            with add_error_context(lambda: self._context("averaging the gradients of"), ADVICE):
-                for flat in self.flats:
-                    flat.gradients.reduce_across_replicas()
+            self._for_each_flat("averaging the gradients of", lambda flat: flat.gradients.reduce_across_replicas())
 
     def finish_reduce(self) -> None:
         """Wait for the averages that `start_reduce` started, if any."""
         if self.is_reducing:
-            with add_error_context(lambda: self._context("averaging the gradients of"), ADVICE):
-                for flat in self.flats:
-                    flat.gradients.finish()
+            self._for_each_flat("averaging the gradients of", lambda flat: flat.gradients.finish())
             self.is_reducing = False
 
     def reset_after_failure(self) -> None:
@@ -210,5 +180,9 @@ class Unit:
         self.has_full_params = False
         self.is_reducing = False
 
-    def _context(self, what: str) -> str:
-        return f"Rank {self._group.rank} was {what} {self.title} of an FSDP model. {_SHARDS_INTACT}"
+    def _for_each_flat(self, doing: str, action: Callable[[FlatParameters], object]) -> None:
+        with add_error_context(
+            lambda: f"Rank {self._group.rank} was {doing} {self.title} of an FSDP model. {_SHARDS_INTACT}", ADVICE
+        ):
+            for flat in self.flats:
+                action(flat)

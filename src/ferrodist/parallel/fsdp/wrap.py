@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import takewhile
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -40,12 +40,10 @@ def by_size(min_numel: int) -> WrapPolicy:
     return lambda name, module: not name or left(module) >= min_numel  # the root is a unit, however small
 
 
-@dataclass(slots=True, kw_only=True)
-class UnitSpec:
+class UnitSpec(NamedTuple):
     """A unit before it is sharded: a module, and its parameters without those of units inside it.
 
-    Names are those in the model, whose own is empty; ``slots`` are the (module, attribute) pairs where each parameter
-    is registered.
+    Names are those in the model, whose own is empty; ``slots`` are the (module, attribute) pairs of each parameter.
     """
 
     name: str
@@ -62,8 +60,14 @@ def find_units(root: torch.nn.Module, wrap: object) -> list[UnitSpec]:
     root, which is alone, with a warning, if the policy chooses no module.
     """
     policy = _policy_of(wrap)
-    chosen = {module: name for name, module in root.named_modules() if _applies(policy, name, module)}
-    if policy is not None and not any(map(_has_forward, chosen)):
+    chosen = {}
+    for name, module in root.named_modules():
+        answer = policy(name, module)
+        if not isinstance(answer, bool):
+            raise TypeError(f"the wrap policy must return True or False, not {answer!r} as for {name!r}")
+        if answer:
+            chosen[module] = name
+    if wrap is not None and not any(map(_has_forward, chosen)):
         warnings.warn(
             f"wrap= chose no module of {type(root).__name__}, so all of it is one unit, which every rank gathers in"
             " forward and backward: name a class that it has, as that of its blocks, or leave wrap= out",
@@ -76,20 +80,17 @@ def find_units(root: torch.nn.Module, wrap: object) -> list[UnitSpec]:
     for prefix, module in root.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             title = f"{prefix}.{attribute}" if prefix else attribute
-            if parameter not in found:
-                found[parameter] = (title, [], paths[module])
-            name, slots, common = found[parameter]
-            slots.append((module, attribute))
-            found[parameter] = (name, slots, _common(common, paths[module]))
+            name, slots, common = found.get(parameter, (title, [], paths[module]))
+            found[parameter] = (name, [*slots, (module, attribute)], _common(common, paths[module]))
     for parameter, (name, slots, path) in found.items():
         specs[path[-1]].parameters[name] = parameter
         specs[path[-1]].slots[name] = slots
     return [spec for spec in specs.values() if spec.parameters or spec.module is root]
 
 
-def _policy_of(wrap: object) -> WrapPolicy | None:
+def _policy_of(wrap: object) -> WrapPolicy:
     if wrap is None:
-        return None
+        return lambda _name, _module: False
     if isinstance(wrap, type):
         return by_class(wrap)
     if isinstance(wrap, (set, frozenset, tuple, list)):
@@ -101,15 +102,6 @@ def _policy_of(wrap: object) -> WrapPolicy | None:
         f"wrap must be a module class, several of them, a function of a module's name and the module, or None, not"
         f" {type(wrap).__name__}"
     )
-
-
-def _applies(policy: WrapPolicy | None, name: str, module: torch.nn.Module) -> bool:
-    if policy is None:
-        return False
-    answer = policy(name, module)
-    if not isinstance(answer, bool):
-        raise TypeError(f"the wrap policy must return True or False, not {answer!r} as for {name!r}")
-    return answer
 
 
 def _is_called(module: torch.nn.Module) -> bool:
@@ -142,7 +134,4 @@ def _paths(root: torch.nn.Module, units: Collection[torch.nn.Module]) -> dict[to
 
 def _common(one: list[torch.nn.Module], other: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """The common beginning of two paths."""
-    length = 0
-    while length < min(len(one), len(other)) and one[length] is other[length]:
-        length += 1
-    return one[:length]
+    return [first for first, _ in takewhile(lambda pair: pair[0] is pair[1], zip(one, other, strict=False))]

@@ -75,7 +75,11 @@ def _measure(child: torch.nn.Module, inputs: Any, clock: Callable[[], float]) ->
             _synchronise(devices)
             seconds += clock() - begin
         times.append(seconds)
-    return statistics.median(times[_NUM_WARM_UPS:]), tree_map(_detach, outputs)
+    detached = tree_map(
+        lambda value: value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value,
+        outputs,
+    )
+    return statistics.median(times[_NUM_WARM_UPS:]), detached
 
 
 def _as_input(value: Any) -> Any:
@@ -83,10 +87,6 @@ def _as_input(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().requires_grad_().clone() if value.requires_grad else value.detach().clone()
-
-
-def _detach(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 def _devices_of(values: Sequence[Any]) -> set[torch.device]:

@@ -77,8 +77,7 @@ class Outputs:
     """The last stage's outputs for each microbatch of a forward, and the splitting of their gradients."""
 
     def __init__(self) -> None:
-        self.is_joined = True
-        """True if they are returned as one batch."""
+        self.is_joined = True  # True if they are returned as one batch
         self._outputs: dict[int, tuple[TreeSpec, list[torch.Tensor], list[bool]]] = {}
         """For each microbatch its tree spec, its tensors, and which of them require grad; in any order."""
 
@@ -150,8 +149,8 @@ def _flatten_like(gradients: Any, spec: TreeSpec) -> list[torch.Tensor | None]:
 
 
 def _match(value: Any, spec: TreeSpec, found: dict[int, torch.Tensor | None]) -> bool:
-    mark, content = spec
-    match mark:
+    kind, content = spec
+    match kind:
         case "tensor":
             found[content] = value
             return value is None or isinstance(value, torch.Tensor)
@@ -176,7 +175,6 @@ class LossReduction(enum.Enum):
 
     MEAN = "mean"
     """Their mean, weighted by numbers of samples: the mean over all samples, if each loss is a mean."""
-
     SUM = "sum"
     """Their sum."""
 
@@ -189,10 +187,8 @@ class Losses:
             raise TypeError(f"loss_reduction must be a LossReduction, not {reduction!r}")
         self.reduction = reduction
         self._num_microbatches = num_microbatches
-        self.values: list[float] = []
-        """The losses of the last step, on all ranks."""
-        self.gradients: dict[int, list[torch.Tensor | None]] = {}
-        """For each loss the gradient with which its backward begins: its weight."""
+        self.values: list[float] = []  # the losses of the last step, on all ranks
+        self.gradients: dict[int, list[torch.Tensor | None]] = {}  # each loss's weight, with which backward begins
         self._counts: dict[str, Sequence[int]] = {}
         self._values: dict[int, float] = {}
 
@@ -236,11 +232,7 @@ class Losses:
         own[-1] = len(set(self._counts.get("inputs", ()))) > 1
         found = allreduce(own, group=group, out=own, timeout=timeout).tolist()
         self.values, weights = found[:count], found[count : 2 * count]
-        self._check(*found[2 * count :])
-        total = sum(weight * value for weight, value in zip(weights, self.values, strict=True))
-        return torch.tensor(total, dtype=torch.float64, device="cpu")
-
-    def _check(self, num_inputs: float, num_targets: float, is_uneven: float) -> None:
+        num_inputs, num_targets, is_uneven = found[2 * count :]
         if num_inputs and num_targets and num_inputs != num_targets:
             raise CollectiveMismatchError(
                 f"the first stage was given a batch of {num_inputs:g} samples, and the last one targets of"
@@ -252,6 +244,8 @@ class Losses:
                 " each counts in the mean: take a batch that can be divided, or a loss_fn with targets, or"
                 " LossReduction.SUM"
             )
+        total = sum(weight * value for weight, value in zip(weights, self.values, strict=True))
+        return torch.tensor(total, dtype=torch.float64, device="cpu")
 
     def _weight(self, microbatch: int) -> float:
         """A microbatch's weight in the loss of the batch, on the rank of the last stage."""

@@ -44,10 +44,8 @@ if TYPE_CHECKING:
 class StepScope:
     """The sub-group of steps, made anew after each failure: so no message of a failed step reaches the next."""
 
-    def __init__(self, parent: Backend, executor: Executor, shared: TiedParameters) -> None:
-        self._parent = parent
-        self._executor = executor
-        self._tied = shared
+    def __init__(self, parent: Backend, executor: Executor, tied: TiedParameters) -> None:
+        self._parent, self._executor, self._tied = parent, executor, tied
         self._group: Backend | None = None
 
     @contextlib.contextmanager
@@ -86,7 +84,6 @@ class StepScope:
         return None if reported is error or action is None or not isinstance(error, Exception) else reported
 
     def _explain(self, error: BaseException, action: Action | None) -> DistributedError:
-        """The error for other ranks."""
         if isinstance(error, (DistributedTimeoutError, CollectiveMismatchError, PipelineError)):
             return error
         rank = self._parent.rank
@@ -135,8 +132,16 @@ class Pipeline(TransparentWrapper):
         TypeError, ValueError: An argument is wrong.
     """
 
+    schedule: Schedule
+    """The schedule; ``print(draw_text(pipeline.schedule))`` draws it."""
+    num_microbatches: int
+    """Number of microbatches of a batch."""
     stages: torch.nn.ModuleDict
     """This rank's stages, by their indices."""
+    is_partial: bool
+    """True if other ranks have other parameters of the model; read by `OptimizerState`."""
+    first_names: Mapping[str, str]
+    """For each name of a shared parameter in the whole model its first one; read by `OptimizerState`."""
 
     def __init__(
         self,
@@ -156,12 +161,14 @@ class Pipeline(TransparentWrapper):
         if isinstance(stages, torch.nn.Module):
             alone = stages
             stages = Stages([alone if index == rank else None for index in range(num_ranks)])
-        self._schedule = resolve_schedule(schedule, num_ranks, num_microbatches, len(stages))
+        self.is_partial = num_ranks > 1
+        self.schedule = resolve_schedule(schedule, num_ranks, num_microbatches, len(stages))
+        self.num_microbatches = self.schedule.num_microbatches
         self._edges = find_edges(len(stages), skips or {})
         self._loss_fn = loss_fn
-        self._losses = Losses(loss_reduction, self._schedule.num_microbatches)
-        ranks = self._schedule.stage_ranks
-        found = {index: stages[index] for index in self._schedule.rank_stages[rank]}
+        self._losses = Losses(loss_reduction, self.num_microbatches)
+        ranks = self.schedule.stage_ranks
+        found = {index: stages[index] for index in self.schedule.rank_stages[rank]}
         self._local_stages = {index: module for index, module in found.items() if module is not None}
         shared = find_shared(stages) if shared is None else shared
         self._tied = self._compare(stages, shared)
@@ -169,27 +176,15 @@ class Pipeline(TransparentWrapper):
         prefixes = (stages if isinstance(stages, Stages) else Stages(stages)).prefixes
         self._mapper = StateDictMapper(self._local_stages, prefixes)
         names = [[f"{prefixes[stage]}{name}" for stage, name in locations] for locations in shared]
-        self._first_names = {name: of[0] for of in names for name in of}
-        self._loaded_prefixes: dict[str, str] = {}
-        """For each stage its name prefix in this module, and in the state that is being loaded."""
+        self.first_names = {name: tied[0] for tied in names for name in tied}
+        self._loaded_prefixes: dict[str, str] = {}  # each stage's prefix here: that in the state being loaded
         self.register_load_state_dict_post_hook(_restore_model_names)  # type: ignore[no-untyped-call]
-        self._actions = self._schedule.actions[rank]
-        orders = self._schedule.backward_orders
+        orders = self.schedule.backward_orders
         running = {index: Stage(module, orders[index][-1]) for index, module in self._local_stages.items()}
-        self._executor = Executor(running, ranks, self._edges, self._schedule.num_microbatches)
+        self._executor = Executor(running, ranks, self._edges, self.num_microbatches)
         self._step_scope = StepScope(self._parent, self._executor, self._tied)
         with self._step_scope.run_together(None) as (_, limit):
             self._tied.broadcast_values(Deadline(limit))
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule; ``print(draw_text(pipeline.schedule))`` draws it."""
-        return self._schedule
-
-    @property
-    def num_microbatches(self) -> int:
-        """Number of microbatches of a batch."""
-        return self._schedule.num_microbatches
 
     @property
     def losses(self) -> list[float]:
@@ -230,7 +225,7 @@ class Pipeline(TransparentWrapper):
             self._executor.reset()  # after a forward without a backward
             step_inputs = self._step_inputs(inputs, targets)
             self._tied.before_step()
-            self._executor.run(self._actions, step_inputs, group, limit)
+            self._executor.run(self.schedule.actions[self._parent.rank], step_inputs, group, limit)
             self._tied.after_step(group, Deadline(limit))
             return self._losses.gather(group, limit)
 
@@ -261,7 +256,7 @@ class Pipeline(TransparentWrapper):
             is_divided = allreduce(is_divided, ReduceOp.MAX, group=group, timeout=limit)
             outputs.is_joined = not is_divided
             result = outputs.result()
-            self._executor.outputs = outputs if self._executor.has_in_flight else None
+            self._executor.outputs = outputs if torch.is_grad_enabled() else None
             barrier(group, timeout=limit)
             return result
 
@@ -287,21 +282,11 @@ class Pipeline(TransparentWrapper):
 
     @functools.cached_property
     def _forward_actions(self) -> tuple[Action, ...]:
-        return forward_only(self._schedule).actions[self._parent.rank]
+        return forward_only(self.schedule).actions[self._parent.rank]
 
     @functools.cached_property
     def _backward_actions(self) -> tuple[Action, ...]:
-        return backward_only(self._schedule).actions[self._parent.rank]
-
-    @property
-    def is_partial(self) -> bool:
-        """True if other ranks have other parameters of the model; read by `OptimizerState`."""
-        return self._parent.world_size > 1
-
-    @property
-    def first_names(self) -> Mapping[str, str]:
-        """For each name of a shared parameter in the whole model its first one; read by `OptimizerState`."""
-        return self._first_names
+        return backward_only(self.schedule).actions[self._parent.rank]
 
     def checkpoint_module(self) -> torch.nn.Module:
         """The module that `save_distributed` saves for this wrapper: this rank's part of the whole model."""
@@ -354,7 +339,7 @@ class Pipeline(TransparentWrapper):
 
     def _owns_stage(self, index: int) -> bool:
         """True if this rank has the stage of index 0 or -1."""
-        return self._schedule.stage_ranks[index] == self._parent.rank
+        return self.schedule.stage_ranks[index] == self._parent.rank
 
     def _split(self, inputs: Any, index: int) -> list[Any]:
         if not self._owns_stage(index):
@@ -369,22 +354,23 @@ class Pipeline(TransparentWrapper):
         microbatches = self._split(inputs, 0)
         if self._loss_fn is None and targets is not None:
             raise ValueError("targets are for loss_fn, but the pipeline was made without one")
-        of = self._split(targets, -1) if self._loss_fn is not None else []
+        microbatch_targets = self._split(targets, -1) if self._loss_fn is not None else []
 
-        def take(microbatch: int, value: Any) -> list[torch.Tensor]:
-            return self._losses.add(microbatch, self._loss_fn(value, of[microbatch]) if self._loss_fn else value)
+        def on_output(microbatch: int, value: Any) -> list[torch.Tensor]:
+            loss = self._loss_fn(value, microbatch_targets[microbatch]) if self._loss_fn else value
+            return self._losses.add(microbatch, loss)
 
-        return StepInputs(microbatches, take, self._losses.gradients)
+        return StepInputs(microbatches, on_output, self._losses.gradients)
 
     def _compare(
         self, stages: Sequence[torch.nn.Module | None], shared: Sequence[Sequence[tuple[int, str]]]
     ) -> TiedParameters:
         """Verify that all ranks make the same pipeline; returns this rank's tied parameters."""
-        missing = [stage for stage in self._schedule.rank_stages[self._parent.rank] if stages[stage] is None]
+        missing = [stage for stage in self.schedule.rank_stages[self._parent.rank] if stages[stage] is None]
         lines = [
             f"{counted(len(stages), 'stage')}",
             f"{counted(self.num_microbatches, 'microbatch')}",
-            f"the schedule {self._schedule.name!r}",
+            f"the schedule {self.schedule.name!r}",
             f"the {self._losses.reduction.value} of the losses",
             *(
                 f"the skip {edge.name!r} from stage {edge.source} to stage {edge.target}"
@@ -395,12 +381,12 @@ class Pipeline(TransparentWrapper):
                 f"the shared parameter {', '.join(f'{name} of stage {stage}' for stage, name in locations)}"
                 for locations in shared
             ),
-            *str(self._schedule).splitlines(),
+            *str(self.schedule).splitlines(),
         ]
         refusal = f"its stage {missing[0]} is None" if missing else None
         found = TiedParameters((), {}, ())
         try:
-            found = TiedParameters(shared, self._local_stages, self._schedule.stage_ranks)
+            found = TiedParameters(shared, self._local_stages, self.schedule.stage_ranks)
         except ValueError as error:
             refusal = refusal or str(error)
         deadline = Deadline(self._parent.timeout)

@@ -13,12 +13,11 @@ see [Note: in-band and out-of-band] in `collectives/serialization.py`.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ferrodist.backends.request import wait_all
+from ferrodist.backends.request import Request, wait_all
 from ferrodist.collectives.arguments import bytes_of
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.p2p import recv, start_tensor_send
@@ -27,15 +26,13 @@ from ferrodist.collectives.tensor_protocol import TensorReceive, start_send
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError
 from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind
-from ferrodist.parallel.pipeline.stage import MAIN, Edge
+from ferrodist.parallel.pipeline.stage import MAIN, Edge, Gradients, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import Request
     from ferrodist.parallel.pipeline.microbatch import Outputs
-    from ferrodist.parallel.pipeline.stage import Gradients, PipelineOutput, Stage
 
 _HOST = torch.device("cpu")
 
@@ -60,15 +57,11 @@ class PendingRecv:
     """
 
     def __init__(self, src: int, tag: int, group: Backend, *, prefetch: bool, device: torch.device = _HOST) -> None:
-        self._group = group
-        self._device = device
-        self._src = src
-        self._tag = tag
+        self._src, self._tag, self._group, self._device = src, tag, group, device
         self._lock = threading.Lock()
         self._packed: PackedValue | None = None
         self._error: Exception | None = None
-        self._out_of_band: list[tuple[int, TensorReceive]] = []
-        """Receives of out-of-band tensors, with their indices."""
+        self._out_of_band: list[tuple[int, TensorReceive]] = []  # receives of out-of-band tensors, with their indices
         self._is_cancelled = False
         self._message: TensorReceive | None = None
         if prefetch:
@@ -86,9 +79,9 @@ class PendingRecv:
         if self._error is not None:
             raise self._error
         assert self._packed is not None, "it was decoded"
-        wait_all([body for _, body in self._out_of_band], deadline)
-        for index, body in self._out_of_band:
-            self._packed.tensors[index] = body.finish()
+        wait_all([receive for _, receive in self._out_of_band], deadline)
+        for index, receive in self._out_of_band:
+            self._packed.tensors[index] = receive.finish()
         for index, is_on_gpu in enumerate(self._packed.is_on_gpu):
             if is_on_gpu:
                 self._packed.tensors[index] = self._packed.tensors[index].to(self._device)
@@ -105,8 +98,8 @@ class PendingRecv:
             self._is_cancelled = True
         if self._message is not None:
             self._message.cancel()
-        for _, body in self._out_of_band:
-            body.cancel()
+        for _, receive in self._out_of_band:
+            receive.cancel()
 
     def _decode_once(self) -> None:
         """Decode the message, in the first thread that comes: the waiting one or the one that completes the receive."""
@@ -120,8 +113,8 @@ class PendingRecv:
         try:
             self._packed, out_of_band_specs = decode_value(bytes_of(message))
             for each in out_of_band_specs:
-                body = TensorReceive(self._group, self._src, self._tag, shape=each.shape, dtype=each.dtype)
-                self._out_of_band.append((each.index, body))
+                receive = TensorReceive(self._group, self._src, self._tag, shape=each.shape, dtype=each.dtype)
+                self._out_of_band.append((each.index, receive))
         except DistributedError as error:  # the group failed when the receives started
             self._error = error
         except Exception as error:  # noqa: BLE001 - a message may be wrong in any way, and callbacks must not raise
@@ -139,8 +132,7 @@ class _TransferKey(NamedTuple):
     is_gradient: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(NamedTuple):
     """Inputs of the first stage and gradients of the last one, for each microbatch; empty on other ranks.
 
     ``on_output`` is called with a microbatch's index and the last stage's result, and returns the tensors from which
@@ -168,19 +160,14 @@ class Executor:
         # Farthest first: in one process the gradients of a value of several stages come from the last of them first.
         farthest_first = sorted(edges, key=lambda edge: -edge.target)
         self._outgoing = {stage: [edge for edge in farthest_first if edge.source == stage] for stage in stages}
-        self._outputs: dict[_TransferKey, PackedValue] = {}
-        """Values to be sent, or to be used by another stage of this rank."""
+        self._outputs: dict[_TransferKey, PackedValue] = {}  # to be sent, or used by another stage of this rank
         self._pending_recvs: dict[_TransferKey, PendingRecv] = {}
-        self._large_transfers: set[tuple[Edge, bool]] = set()
-        """Edges and directions whose last value had out-of-band tensors."""
+        self._large_transfers: set[tuple[Edge, bool]] = set()  # directions whose last value had out-of-band tensors
         self._sends: list[Request] = []
         self._inputs = _NO_INPUTS
-        self.current_action: Action | None = None
-        """The last action that was started."""
-        self.outputs: Outputs | None = None
-        """Outputs of a forward that waits for its backward."""
-        self.peak_in_flight = 0
-        """The largest number of microbatches between forward and backward, in all stages together."""
+        self.current_action: Action | None = None  # the last action that was started
+        self.outputs: Outputs | None = None  # outputs of a forward that waits for its backward
+        self.peak_in_flight = 0  # largest number of microbatches between forward and backward, in all stages together
 
     def run(self, actions: Iterable[Action], inputs: StepInputs, group: Backend, timeout: float) -> None:
         """Execute this rank's actions, and return when all sends are done."""
@@ -193,11 +180,6 @@ class Executor:
         wait_all(self._sends, Deadline(timeout))
         self._sends.clear()
         self._inputs = _NO_INPUTS  # a batch may be large
-
-    @property
-    def has_in_flight(self) -> bool:
-        """True if a microbatch has run forward, and not backward."""
-        return any(stage.num_in_flight for stage in self._stages.values())
 
     def reset(self) -> None:
         """Cancel everything under way."""
@@ -246,7 +228,12 @@ class Executor:
         output = stage.forward(microbatch, received, self._inputs.inputs[microbatch] if index == 0 else None)
         if index == len(self._stage_ranks) - 1:
             stage.retain_outputs(microbatch, MAIN, self._inputs.on_output(microbatch, output.value))
-        self._check_skips(index, output)
+        wanted = {edge.name for edge in self._outgoing[index]} - {MAIN}
+        if output.skips.keys() != wanted:
+            raise ValueError(
+                f"stage {index} returns the skips {sorted(output.skips)}, and the pipeline was made with"
+                f" {sorted(wanted)} from there: return PipelineOutput(value, name=...) for each"
+            )
         for edge in self._outgoing[index]:
             value = output.value if edge.name == MAIN else output.skips[edge.name]
             packed = PackedValue.of(value, f"the output of stage {index}")
@@ -266,14 +253,6 @@ class Executor:
         return self._stage_ranks[edge.target] != here and any(
             self._stage_ranks[other.target] == here for other in others
         )
-
-    def _check_skips(self, index: int, output: PipelineOutput) -> None:
-        wanted = {edge.name for edge in self._outgoing[index]} - {MAIN}
-        if output.skips.keys() != wanted:
-            raise ValueError(
-                f"stage {index} returns the skips {sorted(output.skips)}, and the pipeline was made with"
-                f" {sorted(wanted)} from there: return PipelineOutput(value, name=...) for each"
-            )
 
     def _backward(self, index: int, microbatch: int, *, is_whole: bool) -> None:
         stage = self._stages[index]
@@ -322,9 +301,9 @@ class Executor:
 
     def _start_recv(self, key: _TransferKey) -> None:
         prefetch = (key.edge, key.is_gradient) in self._large_transfers
-        taker = self._stages[key.edge.source if key.is_gradient else key.edge.target]
+        stage = self._stages[key.edge.source if key.is_gradient else key.edge.target]
         self._pending_recvs[key] = PendingRecv(
-            self._source_rank(key), self._tag(key), self._group, prefetch=prefetch, device=taker.device
+            self._source_rank(key), self._tag(key), self._group, prefetch=prefetch, device=stage.device
         )
 
     def _source_rank(self, key: _TransferKey) -> int:

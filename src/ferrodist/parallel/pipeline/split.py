@@ -7,15 +7,15 @@ import math
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from numbers import Real
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ferrodist.arguments import check_int
+from ferrodist.arguments import check_int, check_type
 from ferrodist.collectives.arguments import group_and_timeout
 from ferrodist.collectives.objects import broadcast_object
 from ferrodist.deadline import Deadline
@@ -26,21 +26,11 @@ from ferrodist.torch_private.modules import own_buffers, own_modules, own_parame
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from ferrodist.backends.base import Backend
 
     Shared: TypeAlias = tuple[tuple[int, str], ...]
     Children: TypeAlias = Sequence[tuple[str, torch.nn.Module]]
     ChildCosts: TypeAlias = Sequence[float | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StageInfo:
-    """A stage's modules, in words, and its number of parameters, if known, when it was made."""
-
-    modules: str
-    num_parameters: int | None
 
 
 class Stages(list["torch.nn.Module | None"]):
@@ -72,12 +62,14 @@ class Stages(list["torch.nn.Module | None"]):
     ) -> None:
         super().__init__(stages)
         for index, stage in enumerate(self):
-            if stage is not None and not isinstance(stage, torch.nn.Module):
-                raise TypeError(f"stage {index} must be a torch.nn.Module, or None, not {type(stage).__name__}")
+            check_type(stage, (torch.nn.Module, NoneType), f"stage {index} must be a torch.nn.Module, or None")
         self.prefixes = tuple(prefixes) if prefixes is not None else tuple(f"{each}." for each in range(len(self)))
         """For each stage the prefix of its parameters' names in the whole model."""
-        self._infos = tuple(_stage_info(stage) for stage in self)
-        self.costs = tuple(costs) if costs is not None else tuple(each.num_parameters for each in self._infos)
+        self._contents = [
+            ("elsewhere", None) if stage is None else (_describe_stage(stage), count_parameters(stage))
+            for stage in self
+        ]
+        self.costs = tuple(costs) if costs is not None else tuple(size for _, size in self._contents)
         """Cost of each stage; None where unknown."""
         if not self or not len(self) == len(self.prefixes) == len(self.costs):
             raise ValueError(
@@ -101,10 +93,10 @@ class Stages(list["torch.nn.Module | None"]):
         """A table of the stages with modules, parameters, and share of the costs; then the imbalance."""
         total = sum(cost for cost in self.costs if cost is not None)
         rows = [("stage", "modules", "parameters", f"share of {self._costs_name}")]
-        for index, (info, cost) in enumerate(zip(self._infos, self.costs, strict=True)):
-            size = "unknown" if info.num_parameters is None else f"{info.num_parameters:,}"
+        for index, ((modules, num_parameters), cost) in enumerate(zip(self._contents, self.costs, strict=True)):
+            size = "unknown" if num_parameters is None else f"{num_parameters:,}"
             share = "unknown" if cost is None else f"{cost / total if total else 1 / len(self):.1%}"
-            rows.append((str(index), info.modules, size, share))
+            rows.append((str(index), modules, size, share))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "".join(f"{line}\n" for line in [*lines, f"The largest stage has {self.imbalance:.2f} times the mean."])
@@ -122,29 +114,25 @@ def find_shared(stages: Sequence[torch.nn.Module | None]) -> list[Shared]:
         For each such parameter its (stage, name in that stage) pairs, one for each stage, with the first of several
         names. Both are in the order of stages and of their ``named_parameters``.
     """
-    module_prefixes: dict[torch.nn.Parameter, list[tuple[int, str]]] = {}
+    locations: dict[torch.nn.Parameter, list[tuple[int, str]]] = {}
     for index, stage in enumerate(stages):
         for name, parameter in stage.named_parameters() if stage is not None else ():
-            module_prefixes.setdefault(parameter, []).append((index, name))
-    return [tuple(found) for found in module_prefixes.values() if len(found) > 1]
+            locations.setdefault(parameter, []).append((index, name))
+    return [tuple(found) for found in locations.values() if len(found) > 1]
 
 
 def count_parameters(module: torch.nn.Module) -> int | None:
     """Number of elements of a module's parameters, each once; None if some have no shape yet."""
     parameters = list(module.parameters())
-    if any(torch.nn.parameter.is_lazy(each) for each in parameters):
-        return None
-    return sum(each.numel() for each in parameters)
+    is_known = not any(map(torch.nn.parameter.is_lazy, parameters))
+    return sum(each.numel() for each in parameters) if is_known else None
 
 
-def _stage_info(stage: torch.nn.Module | None) -> _StageInfo:
-    if stage is None:
-        return _StageInfo(modules="elsewhere", num_parameters=None)
-    modules = type(stage).__name__
-    if isinstance(stage, torch.nn.Sequential) and len(stage):
-        names = list(own_modules(stage))
-        modules = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
-    return _StageInfo(modules=modules, num_parameters=count_parameters(stage))
+def _describe_stage(stage: torch.nn.Module) -> str:
+    if not isinstance(stage, torch.nn.Sequential) or not len(stage):
+        return type(stage).__name__
+    names = list(own_modules(stage))
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
 
 
 def _check_prefixes(stages: Sequence[torch.nn.Module | None], prefixes: Sequence[str]) -> None:
@@ -157,11 +145,9 @@ def _check_prefixes(stages: Sequence[torch.nn.Module | None], prefixes: Sequence
             )
         if stage is None:
             continue
-        module, prefix_path = unwrap(stage), prefix.removesuffix(".")
-        for name in (
-            *(name for name, _ in module.named_parameters(prefix=prefix_path, remove_duplicate=False)),
-            *(name for name, _ in module.named_buffers(prefix=prefix_path, remove_duplicate=False)),
-        ):
+        module, path = unwrap(stage), prefix.removesuffix(".")
+        parameters = module.named_parameters(prefix=path, remove_duplicate=False)
+        for name, _ in (*parameters, *module.named_buffers(prefix=path, remove_duplicate=False)):
             if found.setdefault(name, index) != index:
                 raise ValueError(
                     f"stages {found[name]} and {index} both have {name!r} in the whole model: give them prefixes that"
@@ -181,10 +167,10 @@ def _check_modules(stages: Sequence[torch.nn.Module | None], prefixes: Sequence[
         owners.update(dict.fromkeys(found, index))
         module_prefixes.append([prefix, *found])
     for index, own in enumerate(module_prefixes):
-        for prefix_path, owner in owners.items():
-            if owner != index and any(each.startswith(prefix_path) for each in own):
+        for child, owner in owners.items():
+            if owner != index and any(each.startswith(child) for each in own):
                 raise ValueError(
-                    f"stages {min(owner, index)} and {max(owner, index)} both have parts of {prefix_path[:-1]!r} in the"
+                    f"stages {min(owner, index)} and {max(owner, index)} both have parts of {child[:-1]!r} in the"
                     " whole model: give them other prefixes, or divide the model between modules"
                 )
 
@@ -199,7 +185,9 @@ def partition(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
     pipeline hold the most microbatches, and is then as long as possible, so that an element of no cost joins the part
     before. If all costs are 0, they are taken as equal.
     """
-    whole = _as_integers(costs) if any(costs) else [1] * len(costs)
+    ratios = [cost.as_integer_ratio() for cost in (costs if any(costs) else [1] * len(costs))]
+    unit = math.lcm(*(denominator for _, denominator in ratios))  # every float is an integer over a power of two
+    whole = [numerator * (unit // denominator) for numerator, denominator in ratios]
     sums = [0, *accumulate(whole)]
     limit = _least_limit(sums, max(whole), num_parts)
     least = _least_squares(sums, limit, num_parts)
@@ -213,13 +201,6 @@ def partition(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
         ]
         cuts.append(min(ends, key=lambda end: (sums[end], -end)))
     return tuple(end - start for start, end in pairwise(cuts))
-
-
-def _as_integers(costs: Sequence[float]) -> list[int]:
-    """The same costs in another unit: every float is an integer over a power of two."""
-    ratios = [cost.as_integer_ratio() for cost in costs]
-    unit = math.lcm(*(denominator for _, denominator in ratios))
-    return [numerator * (unit // denominator) for numerator, denominator in ratios]
 
 
 def _least_limit(sums: Sequence[int], largest: int, num_parts: int) -> int:
@@ -268,7 +249,6 @@ class Balance(enum.Enum):
 
     PARAMETERS = "parameters"
     """Elements of their parameters, also of frozen ones. Shared parameters count for each child that has them."""
-
     TIMES = "measured times"
     """Seconds for a forward and a backward, measured here and now."""
 
@@ -316,7 +296,12 @@ def split_sequential(
         UnsupportedOpError: On the other ranks, when rank 0 raises while it finds the costs. The group stays usable.
     """
     children = _children_of(model)
-    num_stages = _check_num_stages(num_stages, len(children))
+    num_stages = check_int("num_stages", num_stages)
+    if not 1 <= num_stages <= len(children):
+        raise ValueError(
+            f"a Sequential of {counted(len(children), 'child')} makes from 1 to {counted(len(children), 'stage')}, not"
+            f" {num_stages}: pass fewer, or divide the model into more children"
+        )
     counts = None if isinstance(balance, Balance) else _check_counts(balance, num_stages, len(children))
     given = None if costs is None else _check_costs(costs, len(children))
     is_measured = balance is Balance.TIMES
@@ -328,7 +313,11 @@ def split_sequential(
     def find_costs() -> ChildCosts:
         if given is not None:
             return given
-        return _measure(children, sample, clock) if is_measured else _count(children, is_needed=counts is None)
+        if not is_measured:
+            return _count(children, is_needed=counts is None)
+        if sample is None:
+            raise ValueError("Balance.TIMES needs sample=, the model's input for a microbatch")
+        return measure_times(children, sample, clock=clock)
 
     costs_name = "costs" if given is not None else (Balance.TIMES if is_measured else Balance.PARAMETERS).value
     if group is None:
@@ -388,12 +377,6 @@ def _count(children: Children, *, is_needed: bool) -> ChildCosts:
     return counts
 
 
-def _measure(children: Children, sample: Any, clock: Callable[[], float]) -> ChildCosts:
-    if sample is None:
-        raise ValueError("Balance.TIMES needs sample=, the model's input for a microbatch")
-    return measure_times(children, sample, clock=clock)
-
-
 def _children_of(model: torch.nn.Sequential) -> Children:
     if not isinstance(model, torch.nn.Sequential) or type(model).forward is not torch.nn.Sequential.forward:
         raise TypeError(
@@ -404,16 +387,6 @@ def _children_of(model: torch.nn.Sequential) -> Children:
     if own:
         raise ValueError(f"{own[0]!r} is the model's own, not a child's: register it with the child that uses it")
     return list(own_modules(model).items())  # type: ignore[arg-type]
-
-
-def _check_num_stages(num_stages: int, num_children: int) -> int:
-    num_stages = check_int("num_stages", num_stages)
-    if not 1 <= num_stages <= num_children:
-        raise ValueError(
-            f"a Sequential of {counted(num_children, 'child')} makes from 1 to {counted(num_children, 'stage')}, not"
-            f" {num_stages}: pass fewer, or divide the model into more children"
-        )
-    return num_stages
 
 
 def _check_counts(balance: Sequence[int], num_stages: int, num_children: int) -> tuple[int, ...]:

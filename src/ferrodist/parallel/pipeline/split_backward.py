@@ -42,13 +42,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ferrodist.torch_private.autograd import accumulate_grad_type, run_backward, sequence_number
 from ferrodist.wording import counted
@@ -56,21 +55,17 @@ from ferrodist.wording import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
     Gradients = tuple[torch.Tensor | None, ...]
 
 _ACCUMULATE_GRAD = accumulate_grad_type
 
-_DEEP = 10_000
-"""Number of nodes from which a graph is deep; see [Note: deep graphs]."""
-_STRIDE = 997
-"""Distance of owned nodes in the order of the walk; a prime, or regular graphs might show only side branches."""
+_DEEP = 10_000  # number of nodes from which a graph is deep; see [Note: deep graphs]
+_STRIDE = 997  # distance of owned nodes in the walk; a prime, or regular graphs might show only side branches
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardGraph:
+class BackwardGraph(NamedTuple):
     """The graph of a backward; see [Note: inside and outside].
 
     For each node there are the next functions (``edges``) and the nodes from which gradients come (``parents``); from
@@ -80,15 +75,9 @@ class BackwardGraph:
 
     edges: Mapping[Node, tuple[tuple[Node | None, int], ...]]
     parents: Mapping[Node, Sequence[Node]]
-    inside: frozenset[Node]
+    inside: set[Node]
     components: Mapping[Node, int]
     branches: Sequence[Node]
-
-    def components_below(self, branch: Node) -> set[int]:
-        """The components to which a branch's gradients go."""
-        return {
-            self.components[child] for child, _ in self.edges[branch] if child is not None and child in self.components
-        }
 
     def out_of_order_components(self) -> set[int]:
         """Components where gradients from inside arrive after others, so that sums differ if the inside runs first."""
@@ -101,11 +90,6 @@ class BackwardGraph:
                 if inside and outside and min(inside) < max(outside):
                     found.add(component)
         return found
-
-    def leaves_of(self, components: set[int]) -> list[torch.Tensor]:
-        """The leaf tensors of components."""
-        nodes = (node for node, component in self.components.items() if component in components)
-        return [node.variable for node in nodes if type(node) is _ACCUMULATE_GRAD]  # type: ignore[attr-defined]
 
 
 def is_python_function(node: Node) -> bool:
@@ -138,26 +122,20 @@ def trace_backward(roots: Iterable[Node], inputs: Sequence[torch.Tensor]) -> Bac
         for node, node_parents in parents.items():
             if not node_parents:  # so nothing below leads back to it
                 node.metadata["owned by ferrodist"] = owned  # type: ignore[index]
-    inside = _ancestors(leaves, parents)
+    inside, queue = set(leaves), leaves
+    while queue:
+        ancestors = [parent for parent in parents[queue.pop()] if parent not in inside]
+        inside.update(ancestors)
+        queue += ancestors
     components = _find_components(edges, parents, inside)
     branches = dict.fromkeys(parent for node in components for parent in parents[node] if parent in inside)
     return BackwardGraph(edges=edges, parents=parents, inside=inside, components=components, branches=tuple(branches))
 
 
-def _ancestors(leaves: Sequence[Node], parents: Mapping[Node, Sequence[Node]]) -> frozenset[Node]:
-    found, queue = set(leaves), list(leaves)
-    while queue:
-        for parent in parents[queue.pop()]:
-            if parent not in found:
-                found.add(parent)
-                queue.append(parent)
-    return frozenset(found)
-
-
 def _find_components(
     edges: Mapping[Node, tuple[tuple[Node | None, int], ...]],
     parents: Mapping[Node, Sequence[Node]],
-    inside: frozenset[Node],
+    inside: set[Node],
 ) -> dict[Node, int]:
     components: dict[Node, int] = {}
     index = 0
@@ -214,8 +192,7 @@ def _refuse(_: object) -> torch.Tensor:
     raise RuntimeError("this graph was freed by a backward in two phases: call the stage's forward again")
 
 
-_REENTRANT = "CheckpointFunctionBackward"
-"""The node of ``torch.utils.checkpoint`` with ``use_reentrant=True``."""
+_REENTRANT = "CheckpointFunctionBackward"  # the node of ``torch.utils.checkpoint`` with ``use_reentrant=True``
 
 _ALL_OR_NOTHING = frozenset({
     "ConvTbcBackward", "CppFunction", "CudnnRnnBackward", "EfficientAttentionBackward",
@@ -227,8 +204,7 @@ _ALL_OR_NOTHING = frozenset({
 })  # fmt: skip
 """Nodes that compute all gradients in one kernel, whichever are requested. ``CppFunction`` is a Function of C++."""
 
-_PENDING_BYTES = 1 << 20
-"""Size of gradients that the second phase computes before it adds them to ``.grad``; one component may exceed it."""
+_PENDING_BYTES = 1 << 20  # of gradients that are computed before they are added to .grad; one component may exceed it
 
 
 class _Root(NamedTuple):
@@ -297,15 +273,8 @@ class WeightBackward:
     def __init__(
         self, roots: Sequence[_Root], deferred: Sequence[_DeferredNode], owners: Sequence[GradientEdge]
     ) -> None:
-        self._roots = list(roots)
-        self._deferred = list(deferred)
-        self._owners = list(owners)
+        self._roots, self._deferred, self._owners = list(roots), list(deferred), list(owners)
         self._has_run = False
-
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing is left to do."""
-        return not (self._roots or self._deferred)
 
     def run(self) -> None:
         """Add the parameters' gradients to their ``.grad``, as an ordinary backward does, hooks included."""
@@ -330,7 +299,9 @@ def _run_inside(graph: BackwardGraph, roots: Sequence[_Root], inputs: Sequence[t
         out_edges = {
             branch: found for branch in graph.branches if (found := _find_out_edges(graph, branch, not_deferred))
         }
-        _run_engine(roots, inputs=(*inputs, *graph.leaves_of(not_deferred)), retain_graph=bool(out_edges))
+        nodes = (node for node, component in graph.components.items() if component in not_deferred)
+        leaves = [node.variable for node in nodes if type(node) is _ACCUMULATE_GRAD]  # type: ignore[attr-defined]
+        _run_engine(roots, inputs=(*inputs, *leaves), retain_graph=bool(out_edges))
     finally:  # otherwise branch nodes would hold themselves through their hooks, unseen by Python's garbage collector
         for handle in handles:
             handle.remove()
@@ -360,7 +331,8 @@ def _record_branches(
             handles.append(handle)
             is_all_or_nothing = len(handle.hooks_dict_ref() or ()) > 1
         if is_all_or_nothing:
-            not_deferred |= graph.components_below(branch)
+            children = (child for child, _ in graph.edges[branch] if child is not None)
+            not_deferred.update(graph.components[child] for child in children if child in graph.components)
     return not_deferred
 
 
@@ -393,7 +365,8 @@ def _call_branches(deferred: list[_DeferredNode], roots: list[_Root]) -> None:
         roots.extend(added)
         del added
         if num_bytes >= _PENDING_BYTES:
-            _run_engine(_take_complete(roots, remaining))
+            _run_engine([root for root in roots if not remaining[root.component]])
+            roots[:] = [root for root in roots if remaining[root.component]]
             num_bytes = 0
     _run_engine(roots)
 
@@ -408,12 +381,6 @@ def _call_branch(node_call: _DeferredNode, remaining: Counter[int]) -> list[_Roo
         for out_edge in node_call.out_edges
         if (gradient := computed[out_edge.position]) is not None
     ]
-
-
-def _take_complete(roots: list[_Root], remaining: Counter[int]) -> list[_Root]:
-    complete = [root for root in roots if not remaining[root.component]]
-    roots[:] = [root for root in roots if remaining[root.component]]
-    return complete
 
 
 def _run_engine(roots: Sequence[_Root], *, inputs: Sequence[torch.Tensor] = (), retain_graph: bool = False) -> None:

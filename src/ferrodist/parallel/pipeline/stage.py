@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ferrodist.collectives.pytree import unflatten
-from ferrodist.parallel.pipeline.split_backward import backward_inputs
+from ferrodist.parallel.pipeline.split_backward import WeightBackward, backward_inputs
 from ferrodist.parallel.pipeline.state_dict import unwrap
 from ferrodist.torch_private.autograd import base_of
 from ferrodist.wording import counted
@@ -19,10 +18,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ferrodist.collectives.serialization import PackedValue
-    from ferrodist.parallel.pipeline.split_backward import WeightBackward
 
-MAIN = ""
-"""Name of the edge from each stage to the next one; skips have names of their own."""
+MAIN = ""  # name of the edge from each stage to the next one; skips have names of their own
 
 
 class Edge(NamedTuple):
@@ -48,8 +45,7 @@ def find_edges(num_stages: int, skips: Mapping[str, tuple[int, int]]) -> list[Ed
     return edges
 
 
-Gradients = dict[str, list[torch.Tensor | None]]
-"""For each edge's name the gradients of those tensors that require one, in order."""
+Gradients = dict[str, list[torch.Tensor | None]]  # by edge: those of tensors that require one, in order
 
 
 class PipelineOutput:
@@ -77,8 +73,7 @@ class _WritableLeaf(torch.autograd.Function):
         return gradient
 
 
-@dataclass(slots=True)
-class _InFlightMicrobatch:
+class _InFlightMicrobatch(NamedTuple):
     """A microbatch between its forward and its backward."""
 
     inputs: dict[str, list[torch.Tensor]]
@@ -123,17 +118,13 @@ class Stage:
                 leaves = [_WritableLeaf.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]  # type: ignore[no-untyped-call]
             values[name] = unflatten(packed.spec, leaves)
         main = values.pop(MAIN)
+        # A tuple is several arguments; a Sequential takes it as one, as its children take it from each other.
+        is_one = not isinstance(main, tuple) or (self._is_sequential and (MAIN in received or len(main) != 1))
         with self._sync_only_at(microbatch):
-            result = self.module(*(main if self._is_argument_tuple(main, received) else (main,)), **values)
+            result = self.module(*((main,) if is_one else main), **values)
         if torch.is_grad_enabled():
             self._in_flight[microbatch] = _InFlightMicrobatch(inputs, {})
         return result if isinstance(result, PipelineOutput) else PipelineOutput(result)
-
-    def _is_argument_tuple(self, main: Any, received: Mapping[str, PackedValue]) -> bool:
-        """True if a value is several arguments; a Sequential takes one, as its children take it from each other."""
-        if not isinstance(main, tuple):
-            return False
-        return not self._is_sequential or (MAIN not in received and len(main) == 1)
 
     def has_buffers(self, tensors: Iterable[torch.Tensor]) -> bool:
         """True if some tensors are buffers of the module, or views of them, to which its next forward may write."""

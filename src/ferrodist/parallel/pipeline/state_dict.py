@@ -27,8 +27,7 @@ class StateDictMapper:
     """Mapping between the names of a rank's stages and those of the whole model."""
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], prefixes: Sequence[str]) -> None:
-        self._stages = stages
-        self._prefixes = prefixes
+        self._stages, self._prefixes = stages, prefixes
 
     def make_module(self) -> torch.nn.Module:
         """A module that has the stages where the whole model has them; it can't be called.
@@ -43,7 +42,9 @@ class StateDictMapper:
             if names and sum(self._prefixes[other].startswith(prefix) for other in self._stages) == 1:
                 _get_or_add_submodule(whole, names[:-1]).add_module(names[-1], unwrap(stage))
             else:
-                _merge_into(unwrap(stage), _get_or_add_submodule(whole, names))
+                attributes: Any = vars(_get_or_add_submodule(whole, names))
+                for attribute in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+                    attributes[attribute].update(getattr(unwrap(stage), attribute))
         return whole
 
     def inner_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -55,14 +56,8 @@ class StateDictMapper:
         """Rename the tensors of a state of the whole model for ``ModuleDict`` ``stages``, in place.
 
         Each stage gets all tensors below its prefix, since modules may load names of earlier versions. The rest is
-        dropped.
-
-        Args:
-            state: The state; names without the prefix stay.
-            prefix: Prefix of all names, such as ``"pipeline."`` for a pipeline inside another module.
-
-        Returns:
-            For each stage its new and its old prefix.
+        dropped, except names that don't begin with ``prefix``, such as ``"pipeline."`` for a pipeline inside another
+        module. Returns for each stage its new and its old prefix.
         """
         given = {name: state.pop(name) for name in [*state] if name.startswith(prefix)}
         model_prefixes = {}
@@ -104,11 +99,3 @@ def _get_or_add_submodule(whole: torch.nn.Module, names: Sequence[str]) -> torch
             submodule.add_module(name, torch.nn.Module())
         submodule = submodule.get_submodule(name)
     return submodule
-
-
-def _merge_into(module: torch.nn.Module, submodule: torch.nn.Module) -> None:
-    """Add a module's children, parameters and buffers to a submodule."""
-    attributes: Any = vars(module)
-    for attribute in ("_modules", "_parameters", "_buffers"):
-        vars(submodule)[attribute].update(attributes[attribute])
-    vars(submodule)["_non_persistent_buffers_set"].update(attributes["_non_persistent_buffers_set"])

@@ -36,8 +36,7 @@ class TiedParameters:
     ) -> None:
         self._tied: list[tuple[str, Callable[[], torch.nn.Parameter], list[int]]] = []
         """For each parameter a label, a function that finds it, and the ranks that have it."""
-        self._indices: list[int] = []
-        """For each parameter its index among those that several ranks share."""
+        self._indices: list[int] = []  # for each parameter its index among those that several ranks share
         self._num_between_ranks = 0
         self._groups: list[Backend] = []
         self._accumulated: list[torch.Tensor | None] = []

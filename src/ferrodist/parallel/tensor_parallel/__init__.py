@@ -1,7 +1,5 @@
 """Tensor parallelism: each layer is sharded over the ranks of a mesh axis."""
 
-from __future__ import annotations
-
 from ferrodist.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     ParallelAttention,

@@ -33,7 +33,11 @@ class AsyncTPLinear:
 
     def __call__(self, input: DTensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear's forward has it
         """Compute the layer: (..., T/p, C) on each rank becomes (..., T, O/p)."""
-        tensor, weight, bias = self._cast(input)
+        given: Any = (input, self._linear.weight, self._linear.bias)
+        if torch.is_autocast_enabled("cpu") and input.dtype is not torch.float64:
+            dtype = torch.get_autocast_dtype("cpu")  # in which backward multiplies too
+            given = (one if one is None else one.to(dtype) for one in given)
+        tensor, weight, bias = given
         dim = tensor.dim() - 2
         (placement,), (num_ranks,) = tensor.placements, tensor.mesh.shape
         if placement != Shard(dim) or tensor.shape[dim] % (num_ranks * self._chunks):
@@ -46,15 +50,6 @@ class AsyncTPLinear:
         (columns,) = weight.placements
         assert isinstance(columns, Shard), "the layer is sharded"
         return DTensor.from_local(local, tensor.mesh, Shard(dim + 1, columns.blocks), shape=shape)
-
-    def _cast(self, tensor: DTensor) -> tuple[Any, Any, Any]:
-        """Input, weight and bias in autocast's dtype for linear layers, which backward then multiplies too."""
-        given = (tensor, self._linear.weight, self._linear.bias)
-        if not torch.is_autocast_enabled("cpu") or tensor.dtype is torch.float64:
-            return given
-        dtype = torch.get_autocast_dtype("cpu")
-        x, weight, bias = (one if one is None else one.to(dtype) for one in given)
-        return x, weight, bias
 
 
 class _GatherAndMultiply(torch.autograd.Function):
@@ -69,7 +64,9 @@ class _GatherAndMultiply(torch.autograd.Function):
         ctx.mesh, ctx.chunks, ctx.has_bias = mesh, chunks, bias is not None
         ctx.save_for_backward(x, weight)
         outputs = [functional.linear(chunk, weight, bias) for chunk in _gather_chunks(x, mesh, chunks)]
-        return _concatenate(outputs, mesh.size).movedim(0, dim)
+        # Chunks (p * t/c, ...) become the sequence (p * t, ...): each rank's chunks one after the other.
+        by_rank = [chunk.view(mesh.size, chunk.shape[0] // mesh.size, *chunk.shape[1:]) for chunk in outputs]
+        return torch.cat(by_rank, dim=1).flatten(0, 1).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -102,9 +99,3 @@ def _gather_chunks(x: torch.Tensor, mesh: DeviceMesh, chunks: int) -> Iterator[t
         if index + 1 < chunks:
             pending = async_all_gather(local_chunks[index + 1], group=mesh.group)
         yield gathered
-
-
-def _concatenate(outputs: list[torch.Tensor], p: int) -> torch.Tensor:
-    """Chunks (p * t/c, ...) as the sequence (p * t, ...): each rank's chunks one after the other."""
-    by_rank = [chunk.view(p, chunk.shape[0] // p, *chunk.shape[1:]) for chunk in outputs]
-    return torch.cat(by_rank, dim=1).flatten(0, 1)

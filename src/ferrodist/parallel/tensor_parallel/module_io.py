@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +27,6 @@ from ferrodist.tensor.replica_check import ReplicaCheck
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from ferrodist.mesh import DeviceMesh
     from ferrodist.parallel.tensor_parallel.styles import IOPlacements
 
@@ -218,10 +216,8 @@ class ParallelModel:
 
     def __init__(self, mesh: DeviceMesh, *, gathers: bool, checks: bool) -> None:
         self.mesh, self.gathers, self.checks = mesh, gathers, checks
-        self.forward_check = ReplicaCheck(mesh, immediate=checks)
-        """The check of plain tensors in forwards."""
-        self.backward_check = ReplicaCheck(mesh, immediate=checks)
-        """The check of plain tensors in backward."""
+        self.forward_check = ReplicaCheck(mesh, immediate=checks)  # the check of plain tensors in forwards
+        self.backward_check = ReplicaCheck(mesh, immediate=checks)  # the check of plain tensors in backward
         mesh.parent.attachments.setdefault(BACKWARD_CHECKS, {})[mesh.identity] = self.backward_check
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:

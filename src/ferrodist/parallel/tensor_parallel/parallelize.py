@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from ferrodist.arguments import check_type
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
@@ -20,26 +21,17 @@ from ferrodist.parallel.tensor_parallel.module_io import (
 )
 from ferrodist.parallel.tensor_parallel.plan import check_values, describe_plan, parameter_placements, resolve_plan
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
-from ferrodist.tensor.dtensor import DTensor
+from ferrodist.tensor.dtensor import DTensor, keep_grad_placements
 from ferrodist.tensor.factories import distribute
-from ferrodist.tensor.grad_placements import keep_grad_placements
-from ferrodist.tensor.placement import Replicate
+from ferrodist.tensor.placement import Placement, Replicate
 from ferrodist.torch_private.modules import own_buffers, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ferrodist.tensor.placement import Placement
-
-
-def accept_full_state_dicts(module: nn.Module) -> None:
-    """Let ``load_state_dict`` of a module and its sub-modules take full plain tensors too, those of rank 0."""
-    for one in module.modules():
-        one.register_load_state_dict_pre_hook(_distribute_values)  # type: ignore[no-untyped-call]
-        one.register_load_state_dict_post_hook(_keep_grad_placements)  # type: ignore[no-untyped-call]
-
 
 def _distribute_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Distribute full plain tensors of a state that is being loaded, those of rank 0."""
     tensors = {**own_parameters(module), **own_buffers(module)}
     for key, own in tensors.items():
         value = state.get(prefix + key)
@@ -108,8 +100,7 @@ def parallelize(
         CollectiveMismatchError: On every rank: modules or plans differ between ranks. Nothing was changed.
     """
     check_mesh(mesh)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"parallelize takes a torch.nn.Module, not {type(module).__name__}")
+    check_type(module, nn.Module, "parallelize takes a torch.nn.Module")
     settings = f"gathers_outputs={gathers_outputs}, check={check}"
     styles = shard_module(module, mesh, plan, settings=settings, init=init)
     model = ParallelModel(mesh, gathers=gathers_outputs, checks=check)
@@ -157,7 +148,9 @@ def shard_module(
     name = type(module).__name__
     verify_across_ranks(lines, mesh.group, deadline, maker="parallelize", module=name, failure=failure)
     _distribute(module, mesh, placements, init)
-    accept_full_state_dicts(module)
+    for one in module.modules():
+        one.register_load_state_dict_pre_hook(_distribute_values)  # type: ignore[no-untyped-call]
+        one.register_load_state_dict_post_hook(_keep_grad_placements)  # type: ignore[no-untyped-call]
     return styles
 
 

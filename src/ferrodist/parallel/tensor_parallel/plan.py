@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ferrodist.arguments import check_type
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.module_guard import describe_owner
@@ -21,20 +22,17 @@ from ferrodist.torch_private.autograd import backward_hooks, has_accumulate_hook
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
 
 def resolve_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     """The styles of modules by path; a module with several paths is under its first one."""
-    if not isinstance(plan, Mapping):
-        raise TypeError(f"a plan is a mapping from paths to styles, not {type(plan).__name__}")
+    check_type(plan, Mapping, "a plan is a mapping from paths to styles")
     # A module that is registered several times has a path for each.
     modules = dict(module.named_modules(remove_duplicate=False))
     first = {one: name for name, one in reversed(modules.items())}
     styles: dict[str, Style] = {}
-    by: dict[str, str] = {}
+    patterns: dict[str, str] = {}
     for pattern, style in plan.items():
         if not isinstance(style, Style):
             raise TypeError(f"the plan's {pattern!r} must be a style, as ColumnParallel(), not {style!r}")
@@ -46,10 +44,10 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Styl
         for one in dict.fromkeys(modules[name] for name in found):
             name = first[one]
             if name in styles and styles[name] != style:
-                raise ValueError(f"module {name!r} has two styles, by {by[name]!r} and by {pattern!r}")
+                raise ValueError(f"module {name!r} has two styles, by {patterns[name]!r} and by {pattern!r}")
             style.check(name or type(module).__name__, one)
             _check_arguments(name or type(module).__name__, one, style.preparation().wanted)
-            styles[name], by[name] = style, pattern
+            styles[name], patterns[name] = style, pattern
     return styles
 
 
@@ -76,7 +74,7 @@ def _check_arguments(name: str, module: nn.Module, wanted: Any) -> None:
 def parameter_placements(module: nn.Module, styles: Mapping[str, Style]) -> dict[nn.Parameter, Placement]:
     """The placement of each parameter; a shared one has that of the style of any of its modules."""
     found: dict[nn.Parameter, Placement] = {}
-    by: dict[nn.Parameter, str] = {}
+    placed: dict[nn.Parameter, str] = {}
     for path, owner in module.named_modules():
         style = styles.get(path)
         for key, parameter in owner.named_parameters(recurse=False):
@@ -86,18 +84,18 @@ def parameter_placements(module: nn.Module, styles: Mapping[str, Style]) -> dict
                 found.setdefault(parameter, Replicate())
                 continue
             placement = style.placement_of(key, parameter)
-            if parameter in by and found[parameter] != placement:
+            if parameter in placed and found[parameter] != placement:
                 raise ValueError(
-                    f"parameter {name!r} is also {by[parameter]!r}, and the plan places it as {placement} and as"
+                    f"parameter {name!r} is also {placed[parameter]!r}, and the plan places it as {placement} and as"
                     f" {found[parameter]}: give both modules styles that agree"
                 )
             _check_dim(name, parameter, placement)
-            found[parameter], by[parameter] = placement, name
+            found[parameter], placed[parameter] = placement, name
     return found
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    is_distributed = isinstance(parameter, DTensor)
+    is_distributed = isinstance(parameter, DTensor)  # a variable, or mypy would take the rest for unreachable
     if is_distributed:
         raise ValueError(f"parameter {name!r} is distributed already: parallelize a module once")
     if parameter.is_cuda:

@@ -7,14 +7,19 @@ shard the fewer heads evenly. A single head of keys and values is replicated, an
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, einsum_strategies, make_zeros, rule_table
+from ferrodist.tensor.op_strategy import (
+    EinsumPattern,
+    Labels,
+    OpCall,
+    OpRule,
+    OpStrategy,
+    einsum_strategies,
+    rule_table,
+    zeros_if_empty,
+)
 from ferrodist.tensor.placement import Shard
-
-if TYPE_CHECKING:
-    from ferrodist.tensor.op_strategy import LocalFunction, OpCall, OpStrategy
 
 _BATCH, _HEAD = "b", "h"
 
@@ -32,7 +37,7 @@ def _labels(call: OpCall, first: int) -> tuple[Labels, Labels, list[Labels]]:
 
 
 def _strategies(call: OpCall, first: int, pattern: EinsumPattern, axis: int) -> list[OpStrategy]:
-    """The strategies of a pattern that keep heads of queries together with theirs of keys."""
+    """The strategies of a pattern that keep heads of queries together with their heads of keys."""
     queries, keys = call.inputs[first], call.inputs[first + 1]
     strategies = einsum_strategies(pattern, call, axis)
     if keys.shape[1] in (1, queries.shape[1]):
@@ -68,21 +73,9 @@ def _backward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     return _strategies(call, 1, pattern, axis)
 
 
-def _handle_empty(call: OpCall) -> LocalFunction | None:
-    """Empty results, or zero gradients, on a rank without heads or samples: torch's kernel divides by their number."""
-    if all(0 not in spec.local_shape for spec in call.placed_inputs):
-        return None
-    outputs = call.outputs
-    return lambda *_, **__: make_zeros(outputs)
-
+_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
 RULES = rule_table(
-    (
-        OpRule(strategies=_forward_strategies, local=_handle_empty),
-        "_scaled_dot_product_flash_attention_for_cpu.default",
-    ),
-    (
-        OpRule(strategies=_backward_strategies, local=_handle_empty),
-        "_scaled_dot_product_flash_attention_for_cpu_backward.default",
-    ),
+    (OpRule(strategies=_forward_strategies, local=zeros_if_empty), f"{_KERNEL}.default"),
+    (OpRule(strategies=_backward_strategies, local=zeros_if_empty), f"{_KERNEL}_backward.default"),
 )

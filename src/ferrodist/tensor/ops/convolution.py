@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, einsum_rule, make_zeros
+from ferrodist.tensor.op_strategy import EinsumPattern, Labels, LocalFunction, OpCall, OpRule, einsum_rule, make_zeros
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ferrodist.tensor.op_strategy import LocalFunction, OpCall
     from ferrodist.tensor.spec import DTensorSpec
 
 _aten = torch.ops.aten
@@ -41,11 +40,10 @@ def _forward_pattern(call: OpCall) -> EinsumPattern:
 
 def _backward_pattern(call: OpCall) -> EinsumPattern:
     tensor, weight, output = _labels(call, call.inputs[2])
-    wanted = call["output_mask"]
-    outputs = [one for one, want in zip((tensor, weight, output[1:2]), wanted, strict=True) if want]
+    outputs = zip((tensor, weight, output[1:2]), call["output_mask"], strict=True)
     return EinsumPattern(
         inputs=[output, tensor, weight],
-        outputs=outputs,
+        outputs=[one for one, is_wanted in outputs if is_wanted],
         reductions={_BATCH: ReduceOp.SUM, _OUT: ReduceOp.SUM},
         # The bias's gradient is a sum of the output's, which is replicated over ranks that shard the input channels.
         cross_rank=(_IN,),

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ferrodist.tensor.op_strategy import OpRule, OpStrategy, keep_sharding, rule_table
 from ferrodist.tensor.placement import Replicate
-
-if TYPE_CHECKING:
-    from ferrodist.tensor.op_strategy import OpCall
-
-
-def _replicated_output(call: OpCall, axis: int) -> list[OpStrategy]:
-    return [OpStrategy((call.inputs[0].placements[axis],), (Replicate(),))]
-
 
 RULES = rule_table(
     (OpRule(strategies=keep_sharding), "zeros_like.default ones_like.default empty_like.default full_like.default"),
     (
-        OpRule(strategies=_replicated_output),
+        OpRule(strategies=lambda call, axis: [OpStrategy((call.inputs[0].placements[axis],), (Replicate(),))]),
         "new_zeros.default new_ones.default new_empty.default new_full.default new_empty_strided.default",
     ),
 )

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, einsum_strategies
+from ferrodist.tensor.op_strategy import EinsumPattern, LocalFunction, OpCall, OpRule, OpStrategy, einsum_strategies
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.spec import local_range
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from ferrodist.tensor.op_strategy import LocalFunction, OpCall
 
 _aten = torch.ops.aten
 
@@ -31,22 +30,19 @@ def _record_key(call: OpCall, shape: tuple[int, ...], axis: int) -> tuple[object
     return ("vocabulary", call.mesh.identity, shape, axis)
 
 
-def _record_sharding(cache: dict[Any, Any], key: tuple[object, ...]) -> None:
-    """Record that an axis shards a vocabulary, and drop the cached backward calls that were made without knowing."""
-    if key not in cache:
-        backward = id(_aten.embedding_dense_backward.default)
-        for stale in [one for one in cache if one[0] == backward]:
-            del cache[stale]
-        cache[key] = True
-
-
 def _strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     weight, indices = call.inputs
     tokens = [("i", dim) for dim in range(indices.ndim)]
     pattern = EinsumPattern(inputs=[[None, "d"], tokens], outputs=[[*tokens, "d"]], linear=((0,),))
     strategies = einsum_strategies(pattern, call, axis)
     if weight.placements[axis] == Shard(0):
-        _record_sharding(weight.dispatch_cache, _record_key(call, weight.shape, axis))
+        cache, key = weight.dispatch_cache, _record_key(call, weight.shape, axis)
+        if key not in cache:
+            # The cached backward calls were prepared without knowing.
+            backward = id(_aten.embedding_dense_backward.default)
+            for stale in [one for one in cache if one[0] == backward]:
+                del cache[stale]
+            cache[key] = True
         strategies.append(OpStrategy((Shard(0), Replicate()), (Partial(),)))
     return strategies
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, einsum_rule, rule_table
+from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpCall, einsum_rule, rule_table
 from ferrodist.tensor.ops.view import move_rule
 from ferrodist.tensor.spec import DTensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ferrodist.tensor.op_strategy import Labels, OpCall
 
 _INDEX = "i"  # the label of the dim along which an index has its elements
 
@@ -47,16 +46,11 @@ def _index_add(call: OpCall) -> EinsumPattern:
     )
 
 
-def _index_copy(call: OpCall) -> EinsumPattern:
+def _index_write(linear: Sequence[Sequence[int]], call: OpCall) -> EinsumPattern:
+    """The pattern of a write of slices of another tensor, or of a value."""
     target = _replace_label(call, call["dim"], None)
-    source = target[: call.inputs[2].ndim]
-    return EinsumPattern(inputs=[target, [None] * call.inputs[1].ndim, source], outputs=[target], linear=((0, 2),))
-
-
-def _index_fill(call: OpCall) -> EinsumPattern:
-    target = _replace_label(call, call["dim"], None)
-    value: list[Labels] = [[] for _ in call.inputs[2:]]
-    return EinsumPattern(inputs=[target, [None] * call.inputs[1].ndim, *value], outputs=[target])
+    written: list[Labels] = [target[: spec.ndim] for spec in call.inputs[2:]]
+    return EinsumPattern(inputs=[target, [None] * call.inputs[1].ndim, *written], outputs=[target], linear=linear)
 
 
 def _without_index(labels: Sequence[Any]) -> list[Any]:
@@ -107,19 +101,16 @@ def _index_labels(call: OpCall) -> tuple[list[Any], list[Labels], list[Any]]:
     given = list(call["indices"])
     indices = [one for one in given if isinstance(one, DTensorSpec)]
     if any(one is not None and one.dtype in _MASK_DTYPES for one in given):
-        return _mask_labels(spec, given)
+        # A mask says where one value is written: each element is independent.
+        first, mask = next((at, one) for at, one in enumerate(given) if one is not None)
+        masks: list[Labels] = [[first + dim for dim in range(mask.ndim)]] if isinstance(mask, DTensorSpec) else []
+        return list(range(spec.ndim)), masks, []
     ndim = max((one.ndim for one in indices), default=0)
-    shape = [
-        max((one.shape[one.ndim - back] for one in indices if one.ndim >= back), default=1)
-        for back in range(ndim, 0, -1)
-    ]
-    if any(0 in one.shape for one in indices):
-        shape = [0] * ndim
+    # Empty indices pick nothing along any dim.
+    is_empty = any(0 in one.shape for one in indices)
+    shape = [0 if is_empty else max(one.shape[dim] for one in indices if one.ndim >= -dim) for dim in range(-ndim, 0)]
     labels: list[Labels] = [
-        [
-            (_INDEX, ndim - back) if one.shape[one.ndim - back] == shape[ndim - back] else None
-            for back in range(one.ndim, 0, -1)
-        ]
+        [(_INDEX, ndim + dim) if one.shape[dim] == shape[dim] else None for dim in range(-one.ndim, 0)]
         for one in indices
     ]
     indexed = [dim for dim, one in enumerate(given) if one is not None]
@@ -141,14 +132,6 @@ def _is_data_dependent(arguments: Mapping[str, Any]) -> bool:
     return len(given) != 1 or not is_scalar or bool(arguments.get("accumulate"))
 
 
-def _mask_labels(spec: DTensorSpec, given: Sequence[Any]) -> tuple[list[Any], list[Labels], list[Any]]:
-    """The labels if a mask says where one value is written: each element is independent."""
-    mask = next(one for one in given if one is not None)
-    first = list(given).index(mask)
-    labels: list[Labels] = [[first + dim for dim in range(mask.ndim)]] if isinstance(mask, DTensorSpec) else []
-    return list(range(spec.ndim)), labels, []
-
-
 def _index(call: OpCall) -> EinsumPattern:
     target, labels, picked = _index_labels(call)
     return EinsumPattern(inputs=[target, *labels], outputs=[picked], linear=((0,),))
@@ -167,13 +150,10 @@ def _index_put(call: OpCall) -> EinsumPattern:
         sizes.update({label: size for label, size in zip(dims, spec.shape, strict=True) if label is not None})
     value_labels = []
     for spec in values:
-        last = [label if label in sizes else None for label in picked[len(picked) - spec.ndim :]]
-        last = [None] * (spec.ndim - len(last)) + last
+        last = ([None] * spec.ndim + picked)[len(picked) :]
+        pairs = zip(last, spec.shape, strict=True)
         value_labels.append(
-            [
-                label if label is not None and sizes[label] == size else None
-                for label, size in zip(last, spec.shape, strict=True)
-            ]
+            [label if label is not None and sizes.get(label) == size else None for label, size in pairs]
         )
     index_labels = {label for dims in labels for label in dims if isinstance(label, tuple)}
     has_mask = any(one is not None and one.dtype in _MASK_DTYPES for one in call["indices"])
@@ -190,11 +170,11 @@ def _index_put(call: OpCall) -> EinsumPattern:
 RULES = rule_table(
     (move_rule(_index_select), "index_select.default"),
     (einsum_rule(_index_add), "index_add.default index_add_.default"),
-    (einsum_rule(_index_copy), "index_copy.default index_copy_.default"),
+    (einsum_rule(partial(_index_write, ((0, 2),))), "index_copy.default index_copy_.default"),
     (move_rule(_gather), "gather.default"),
     (move_rule(_index, is_data_dependent=_is_data_dependent), "index.Tensor _unsafe_index.Tensor"),
     (
-        einsum_rule(_index_fill),
+        einsum_rule(partial(_index_write, ())),
         "index_fill.int_Scalar index_fill.int_Tensor index_fill_.int_Scalar index_fill_.int_Tensor",
     ),
     (einsum_rule(_index_put, is_data_dependent=_is_data_dependent), "index_put.default index_put_.default"),

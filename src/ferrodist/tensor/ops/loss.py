@@ -32,14 +32,13 @@ from ferrodist.tensor.op_strategy import (
 from ferrodist.tensor.ops.pointwise import broadcast_labels
 from ferrodist.tensor.ops.reduction import cross_rank_reducer, local_indices
 from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.tensor.spec import sharding_axes
+from ferrodist.tensor.spec import DTensorSpec, sharding_axes
 from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ferrodist.tensor.op_strategy import LocalFunction, OpCall
-    from ferrodist.tensor.spec import DTensorSpec
 
 
 class Reduction(IntEnum):
@@ -54,19 +53,19 @@ def _loss_pattern(call: OpCall) -> EinsumPattern:
     """The pattern of an elementwise loss: the inputs are broadcast, and reduced unless the reduction is NONE."""
     shapes = [spec.shape for spec in call.inputs]
     ndim = max(map(len, shapes))
-    is_elementwise = call["reduction"] == Reduction.NONE
+    reduced = () if call["reduction"] == Reduction.NONE else range(ndim)
     return EinsumPattern(
         inputs=broadcast_labels(shapes, ndim),
-        outputs=[range(ndim) if is_elementwise else ()],
-        reductions={} if is_elementwise else dict.fromkeys(range(ndim), ReduceOp.SUM),
+        outputs=[() if reduced else range(ndim)],
+        reductions=dict.fromkeys(reduced, ReduceOp.SUM),
     )
 
 
 def _loss_gradient_pattern(call: OpCall) -> EinsumPattern:
     """The pattern of an elementwise loss's gradient, whose first input is the gradient of the result."""
-    shapes = [spec.shape for spec in call.inputs]
-    ndim = len(call.results[0].shape)
-    return EinsumPattern(inputs=broadcast_labels(shapes, ndim), outputs=[range(ndim)], linear=((0,),))
+    ndim = call.results[0].ndim
+    labels = broadcast_labels([spec.shape for spec in call.inputs], ndim)
+    return EinsumPattern(inputs=labels, outputs=[range(ndim)], linear=((0,),))
 
 
 def _is_sharded(spec: DTensorSpec) -> bool:
@@ -88,28 +87,17 @@ def _mean_as_sum(call: OpCall) -> Mapping[str, Any]:
 def _mean_loss(call: OpCall) -> LocalFunction | None:
     if not _is_sharded_mean(call):
         return None
-    shape: Sequence[int] = torch.broadcast_shapes(*[spec.shape for spec in call.placed_inputs])  # type: ignore[no-untyped-call]
-    count = math.prod(shape)
+    count = math.prod(torch.broadcast_shapes(*[spec.shape for spec in call.placed_inputs]))  # type: ignore[no-untyped-call]
     operator, result = call.operator, call.outputs[0].dtype
     wide = accumulation_dtype(result)
-
-    def mean(*given: Any, **named: Any) -> torch.Tensor:
-        losses: torch.Tensor = operator(*given, **named)
-        return (losses.sum(dtype=wide) / count).to(result)
-
-    return mean
+    return lambda *given, **named: (operator(*given, **named).sum(dtype=wide) / count).to(result)
 
 
 def _mean_gradient(call: OpCall) -> LocalFunction | None:
     if not _is_sharded_mean(call):
         return None
-    count = math.prod(call.outputs[0].shape)
-    operator = call.operator
-
-    def gradient(grad: torch.Tensor, *given: Any, **named: Any) -> Any:
-        return operator(grad / count, *given, **named)
-
-    return gradient
+    operator, count = call.operator, math.prod(call.outputs[0].shape)
+    return lambda grad, *given, **named: operator(grad / count, *given, **named)
 
 
 def _class_dim(spec: DTensorSpec) -> int:
@@ -133,12 +121,11 @@ def _nll_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
         reductions=dict.fromkeys(dims, ReduceOp.SUM),
         linear=((0,),),
     )
-    class_dim = _class_dim(call.inputs[0])
     strategies = []
     for strategy in einsum_strategies(pattern, call, axis):
         first = strategy.inputs[0]
-        is_partial = call["reduction"] == Reduction.SUM and isinstance(first, Shard) and first.dim != class_dim
-        total_weight = Partial() if is_partial else Replicate()
+        is_batch_sharded = isinstance(first, Shard) and first.dim != _class_dim(call.inputs[0])
+        total_weight = Partial() if call["reduction"] == Reduction.SUM and is_batch_sharded else Replicate()
         strategies.append(OpStrategy(strategy.inputs, (strategy.outputs[0], total_weight)))
     return strategies
 
@@ -257,10 +244,8 @@ def _softmax(call: OpCall) -> LocalFunction | None:
     spec, (dim, axes) = call.placed_inputs[0], _softmax_dim(call)
     if not axes:
         return None
-    reduce = cross_rank_reducer(spec, axes)
-    result = call.outputs[0].dtype
-    wide = accumulation_dtype(result)
-    is_empty = spec.local_shape[dim] == 0
+    reduce, result = cross_rank_reducer(spec, axes), call.outputs[0].dtype
+    wide, is_empty = accumulation_dtype(result), spec.local_shape[dim] == 0
     rows = [1 if other == dim else size for other, size in enumerate(spec.local_shape)]
     is_log = call.operator is private_aten.log_softmax.default
     is_safe = call.operator is private_aten.safe_softmax.default
@@ -285,18 +270,15 @@ def _softmax_gradient(call: OpCall) -> LocalFunction | None:
     spec, (dim, axes) = call.placed_inputs[0], _softmax_dim(call)
     if not axes:
         return None
-    reduce = cross_rank_reducer(spec, axes)
-    result = call.outputs[0].dtype
+    reduce, result = cross_rank_reducer(spec, axes), call.outputs[0].dtype
     is_log = call.operator is private_aten.log_softmax_backward_data.default
 
     def backward(grad: torch.Tensor, output: torch.Tensor, *_: Any) -> torch.Tensor:
         wide = grad.to(accumulation_dtype(grad.dtype))
-        if is_log:
-            total = reduce(wide.sum(dim, keepdim=True), ReduceOp.SUM)
-            return torch.addcmul(wide, output.to(wide.dtype).exp(), total, value=-1).to(result)
-        weighted = wide * output
+        probabilities = output.to(wide.dtype).exp() if is_log else output.to(wide.dtype)
+        weighted = wide if is_log else wide * output
         total = reduce(weighted.sum(dim, keepdim=True), ReduceOp.SUM)
-        return torch.addcmul(weighted, output.to(wide.dtype), total, value=-1).to(result)
+        return torch.addcmul(weighted, probabilities, total, value=-1).to(result)
 
     return backward
 

@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, einsum_rule
+from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpCall, OpRule, einsum_rule
 from ferrodist.tensor.ops.pointwise import broadcast_labels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from ferrodist.tensor.op_strategy import OpCall
+    from collections.abc import Callable, Hashable
 
 _aten = torch.ops.aten
 
-
-def _product_and_sum(inputs: Sequence[str], output: str, call: OpCall) -> EinsumPattern:
-    """The pattern of a product to which the first input is added, with broadcasting."""
-    labels, _ = broadcast_labels([call.inputs[0].shape, call.results[0].shape], len(output))
-    addend = [None if dim is None else output[dim] for dim in labels]
-    return EinsumPattern(
-        inputs=[addend, *inputs],
-        outputs=[output],
-        reductions={"k": ReduceOp.SUM},
-        linear=((0, 1), (0, 2)),
-        addends=(0,),
-    )
+_SUM: dict[Hashable, ReduceOp] = {"k": ReduceOp.SUM}
 
 
 def _rule(inputs: str, output: str) -> OpRule:
-    pattern = EinsumPattern(
-        inputs=inputs.split(), outputs=[output], reductions={"k": ReduceOp.SUM}, linear=((0,), (1,))
-    )
+    pattern = EinsumPattern(inputs=inputs.split(), outputs=[output], reductions=_SUM, linear=((0,), (1,)))
     return einsum_rule(lambda _: pattern)
 
 
-def _sum_rule(inputs: str, output: str) -> OpRule:
-    return einsum_rule(partial(_product_and_sum, inputs.split(), output))
+def _sum_rule(factors: str, output: str) -> OpRule:
+    """The rule of a product to which the first input is added, with broadcasting."""
+
+    def pattern_of(call: OpCall) -> EinsumPattern:
+        labels, _ = broadcast_labels([call.inputs[0].shape, call.results[0].shape], len(output))
+        inputs: list[Labels] = [[None if dim is None else output[dim] for dim in labels], *factors.split()]
+        return EinsumPattern(inputs=inputs, outputs=[output], reductions=_SUM, linear=((0, 1), (0, 2)), addends=(0,))
+
+    return einsum_rule(pattern_of)
 
 
 RULES: dict[torch._ops.OpOverload, OpRule] = {

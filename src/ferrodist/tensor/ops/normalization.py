@@ -13,28 +13,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, Labels, einsum_rule, make_zeros, rule_table
+from ferrodist.tensor.op_strategy import EinsumPattern, Labels, einsum_rule, make_zeros, rule_table, zeros_if_empty
 from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from ferrodist.tensor.op_strategy import LocalFunction, OpCall
-    from ferrodist.tensor.spec import DTensorSpec
 
 _CHANNEL = "c"
 
 
-def _batch_labels(spec: DTensorSpec, *, shards_batch: bool) -> Labels:
+def _batch_labels(ndim: int, *, shards_batch: bool) -> Labels:
     """The labels of a tensor (B, C, ...), or of one number for each channel (C)."""
-    if spec.ndim == 1:
+    if ndim == 1:
         return [_CHANNEL]
-    return [_CHANNEL if dim == 1 else dim if shards_batch else None for dim in range(spec.ndim)]
+    return [_CHANNEL if dim == 1 else dim if shards_batch else None for dim in range(ndim)]
 
 
 def _batch_forward_pattern(call: OpCall) -> EinsumPattern:
-    is_training = call.arguments.get("training", False)
-    first = _batch_labels(call.inputs[0], shards_batch=not is_training)
+    first = _batch_labels(call.inputs[0].ndim, shards_batch=not call.arguments.get("training", False))
     return EinsumPattern(
         inputs=[first, *[[_CHANNEL]] * (len(call.inputs) - 1)],
         outputs=[first, *[[_CHANNEL]] * (len(call.results) - 1)],
@@ -45,27 +43,19 @@ def _batch_forward_pattern(call: OpCall) -> EinsumPattern:
 
 def _batch_backward_pattern(call: OpCall) -> EinsumPattern:
     return EinsumPattern(
-        inputs=[_batch_labels(spec, shards_batch=False) for spec in call.inputs],
-        outputs=[
-            [_CHANNEL] if len(result.shape) == 1 else _batch_labels(call.inputs[0], shards_batch=False)
-            for result in call.results
-        ],
+        inputs=[_batch_labels(spec.ndim, shards_batch=False) for spec in call.inputs],
+        outputs=[_batch_labels(result.ndim, shards_batch=False) for result in call.results],
         linear=((0,),),
     )
 
 
 def _batch_forward(call: OpCall) -> LocalFunction:
-    """Run torch's kernel, which in evaluation returns no statistics, though on the meta device it does.
-
-    It takes no empty tensors, as the shard of a rank without channels is.
-    """
-    operator, spec = call.operator, call.placed_inputs[0]
-    is_empty = 0 in spec.local_shape and 0 not in spec.shape
-    outputs = call.outputs
+    """Run torch's kernel, which in evaluation returns no statistics, though on the meta device it does."""
+    operator, spec, outputs = call.operator, call.placed_inputs[0], call.outputs
+    if 0 in spec.local_shape and 0 not in spec.shape:  # the kernel takes no shard of a rank without channels
+        return lambda *_: make_zeros(outputs)
 
     def forward(*given: Any) -> list[torch.Tensor]:
-        if is_empty:
-            return make_zeros(outputs)
         return [
             one.to(spec.dtype) if one.shape == spec.local_shape else make_zeros([spec])[0]
             for one, spec in zip(operator(*given), outputs, strict=True)
@@ -74,25 +64,10 @@ def _batch_forward(call: OpCall) -> LocalFunction:
     return forward
 
 
-def _batch_backward(call: OpCall) -> LocalFunction | None:
-    """Empty gradients on a rank without channels: torch's kernel divides by the number of elements."""
-    if 0 not in call.placed_inputs[0].local_shape:
-        return None
-    outputs = call.outputs
-    wanted: Sequence[bool] = call["output_mask"]
-
-    def backward(*_: Any) -> list[torch.Tensor | None]:
-        zeros = iter(make_zeros(outputs))
-        return [next(zeros) if want else None for want in wanted]
-
-    return backward
-
-
 def _update_statistics(tensor: Any, weight: Any, bias: Any, *given: Any) -> tuple[Any, Any, Any]:
     """Normalise, and in training write the running statistics, which are the first two of the other arguments."""
     results = private_aten.native_batch_norm_legit_functional(tensor, weight, bias, *given)
-    is_training = given[2]
-    if is_training:
+    if given[2]:  # training
         for running, new in zip(given, results[3:], strict=False):
             running.copy_(new)
     return results[:3]  # type: ignore[no-any-return]
@@ -144,15 +119,10 @@ def _local_batch_size(call: OpCall) -> Mapping[str, Any]:
 
 def _widen_statistics(call: OpCall) -> LocalFunction | None:
     """See [Note: statistics of small floats]."""
-    operator = call.operator
-    dtypes = [output.dtype for output in call.outputs]
+    operator, dtypes = call.operator, [output.dtype for output in call.outputs]
     if len(set(dtypes)) == 1:
         return None
-
-    def forward(*given: Any, **named: Any) -> list[torch.Tensor]:
-        return [one.to(dtype) for one, dtype in zip(operator(*given, **named), dtypes, strict=True)]
-
-    return forward
+    return lambda *given, **named: [one.to(dtype) for one, dtype in zip(operator(*given, **named), dtypes, strict=True)]
 
 
 def _narrow_statistics(call: OpCall) -> LocalFunction | None:
@@ -172,11 +142,7 @@ def _narrow_statistics(call: OpCall) -> LocalFunction | None:
 def _contiguous(call: OpCall) -> LocalFunction:
     """Call torch's kernel with contiguous shards: its callers check the full tensor's stride alone."""
     operator = call.operator
-
-    def compute(*given: Any) -> Any:
-        return operator(*[one.contiguous() if isinstance(one, torch.Tensor) else one for one in given])
-
-    return compute
+    return lambda *given: operator(*[one.contiguous() if isinstance(one, torch.Tensor) else one for one in given])
 
 
 RULES = rule_table(
@@ -187,7 +153,7 @@ RULES = rule_table(
             " _native_batch_norm_legit.no_stats"
         ),
     ),
-    (einsum_rule(_batch_backward_pattern, local=_batch_backward), "native_batch_norm_backward.default"),
+    (einsum_rule(_batch_backward_pattern, local=zeros_if_empty), "native_batch_norm_backward.default"),
     (einsum_rule(partial(_forward_pattern, _layer_labels), local=_widen_statistics), "native_layer_norm.default"),
     (
         einsum_rule(partial(_backward_pattern, _layer_labels), local=_narrow_statistics),

@@ -29,14 +29,8 @@ def cast_is_linear(dtype: torch.dtype, result: torch.dtype) -> bool:
 
 def broadcast_labels(shapes: Sequence[Sequence[int]], ndim: int) -> list[list[int | None]]:
     """Label inputs' dims by the dims of the result, and by None where an element is broadcast."""
-    sizes = [
-        max((shape[len(shape) - back] for shape in shapes if len(shape) >= back), default=1)
-        for back in range(ndim, 0, -1)
-    ]
-    return [
-        [ndim - back if shape[len(shape) - back] == sizes[ndim - back] else None for back in range(len(shape), 0, -1)]
-        for shape in shapes
-    ]
+    sizes = [max((shape[dim] for shape in shapes if len(shape) >= -dim), default=1) for dim in range(-ndim, 0)]
+    return [[ndim + dim if shape[dim] == sizes[dim] else None for dim in range(-len(shape), 0)] for shape in shapes]
 
 
 def _strategies(
@@ -58,11 +52,6 @@ def _strategies(
 
 def _rule(linear: Callable[[OpCall], InputGroups], commuting: Sequence[ReduceOp] = (), **options: Any) -> OpRule:
     return OpRule(strategies=partial(_strategies, linear, commuting), **options)
-
-
-def _nonlinear(call: OpCall) -> InputGroups:
-    del call
-    return ()
 
 
 def _linear_in_first(call: OpCall) -> InputGroups:
@@ -96,20 +85,6 @@ def _linear_in_dividend(call: OpCall) -> InputGroups:
     return _linear_in_first(call) if call.arguments.get("rounding_mode") is None else ()
 
 
-def _linear_in_branches(call: OpCall) -> InputGroups:
-    return ((1, 2),) if len(call.inputs) == 3 else ()
-
-
-def _linear_if_zero(call: OpCall) -> InputGroups:
-    """Linear if masked elements become zeros, which add up to zeros."""
-    return ((0,),) if call.arguments["value"] == 0 else ()
-
-
-def _linear_if_exact(call: OpCall) -> InputGroups:
-    """Linear if the cast loses nothing."""
-    return ((0,),) if cast_is_linear(call.inputs[0].dtype, call.results[0].dtype) else ()
-
-
 def _linear_in_copied(call: OpCall) -> InputGroups:
     """Linear unless a copy casts from or to integers: fractions would be cut off, or integers overflow."""
     target, source = (spec.dtype for spec in call.inputs) if len(call.inputs) == 2 else (None, None)
@@ -129,17 +104,7 @@ def _add_scalar_once(call: OpCall) -> LocalFunction | None:
     if len(call.inputs) > 1:
         return None
     is_other = any(at for at, one in zip(spec.coordinate, spec.placements, strict=True) if one == Partial())
-    return _return_tensor if is_other else None
-
-
-def _return_tensor(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return tensor
-
-
-def _conjugate(call: OpCall) -> LocalFunction:
-    """Conjugate in memory: operators on local shards run below the layer where torch heeds the conjugate bit."""
-    del call
-    return torch.conj_physical
+    return (lambda tensor, *_, **__: tensor) if is_other else None
 
 
 _NONLINEAR = """
@@ -177,21 +142,32 @@ RULES = rule_table(
         _rule(_linear_in_first, (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)),
         "alias clone detach lift_fresh detach_ positive",
     ),
-    (_rule(_linear_if_exact), "_to_copy"),
+    (
+        _rule(lambda call: ((0,),) if cast_is_linear(call.inputs[0].dtype, call.results[0].dtype) else ()),
+        "_to_copy",
+    ),
     (_rule(_linear_in_copied), "copy copy_ _foreach_copy_"),
     (_rule(_linear_in_first), "neg neg_ zero_ real imag conj_physical _conj_physical resolve_conj resolve_neg"),
     (_rule(_linear_in_all), "add add_ sub sub_ rsub lerp lerp_"),
     (_rule(_linear_in_each), "mul mul_"),
     (_rule(_linear_in_dividend), "div div_"),
-    (_rule(_linear_in_branches), "where.self where.ScalarSelf where.ScalarOther where.Scalar"),
+    (
+        _rule(lambda call: ((1, 2),) if len(call.inputs) == 3 else ()),
+        "where.self where.ScalarSelf where.ScalarOther where.Scalar",
+    ),
     (_rule(_linear_in_first), _GRADIENTS),
-    (_rule(_nonlinear), _NONLINEAR),
+    (_rule(lambda _: ()), _NONLINEAR),
     (_rule(_linear_in_all), "_foreach_add _foreach_add_ _foreach_sub _foreach_sub_ _foreach_lerp_"),
     (_rule(_linear_in_first), "_foreach_neg _foreach_neg_ _foreach_zero_ _foreach_div _foreach_div_"),
     (_rule(_linear_in_each), "_foreach_mul _foreach_mul_"),
-    (_rule(_nonlinear), _NONLINEAR_LISTS),
+    (_rule(lambda _: ()), _NONLINEAR_LISTS),
     # These take the place of rows above.
     (_rule(_linear_in_augend, local=_add_scalar_once), "add_.Scalar add_.Tensor sub_.Scalar sub_.Tensor"),
-    (_rule(_linear_in_first, local=_conjugate, copies=True), "_conj.default"),
-    (_rule(_linear_if_zero, depends_on_values=True), "masked_fill.Scalar masked_fill_.Scalar"),
+    # Operators on local shards run below the layer where torch heeds the conjugate bit.
+    (_rule(_linear_in_first, local=lambda _: torch.conj_physical, copies=True), "_conj.default"),
+    (
+        # Masked elements that become zeros add up to zeros.
+        _rule(lambda call: ((0,),) if call["value"] == 0 else (), depends_on_values=True),
+        "masked_fill.Scalar masked_fill_.Scalar",
+    ),
 )

@@ -8,6 +8,7 @@ state on all ranks of the mesh; each call compares them, in one small exchange.
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +16,8 @@ import torch
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.tensor.op_strategy import OpRule, OpStrategy, all_replicated, keep_sharding, rule_table
-from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.tensor.redistribute import redistribute_local
-from ferrodist.torch_private.operators import schema_of
 
 if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
@@ -75,33 +75,23 @@ def _draw_in_place(call: OpCall) -> LocalFunction:
     return draw
 
 
-def _draw_like(call: OpCall) -> LocalFunction:
+def _draw(call: OpCall, *, reads_input: bool) -> LocalFunction:
+    """Draw a new tensor of the shape of the input, or by its elements, such as probabilities: these are replicated."""
     spec, (output,), operator = call.placed_inputs[0], call.outputs, call.operator
-    takes_generator = any(argument.name == "generator" for argument in schema_of(operator).arguments)
 
-    def draw(_: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
-        generator = named.get("generator") if takes_generator else None
+    def draw(local: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        generator = next((one for one in (*others, *named.values()) if isinstance(one, torch.Generator)), None)
         check_generators(spec.mesh, generator, str(operator))
-        return local_of_full(operator(_empty_full(spec), *others, **named), output)
-
-    return draw
-
-
-def _draw_from_full(call: OpCall) -> LocalFunction:
-    spec, operator = call.placed_inputs[0], call.operator
-
-    def draw(local: torch.Tensor, *others: Any, **named: Any) -> Any:
-        generators = [one for one in (*others, *named.values()) if isinstance(one, torch.Generator)]
-        check_generators(spec.mesh, generators[0] if generators else None, str(operator))
-        return operator(_empty_full(spec).copy_(local), *others, **named)
+        full = _empty_full(spec)
+        return local_of_full(operator(full.copy_(local) if reads_input else full, *others, **named), output)
 
     return draw
 
 
 def _dropout_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
-    replicated = [OpStrategy((Replicate(),), (Replicate(),) * 2)]
     current = call.inputs[0].placements[axis]
-    return [*replicated, OpStrategy((current,), (current,) * 2)] if isinstance(current, Shard) else replicated
+    placements: list[Placement] = [Replicate(), *([current] if isinstance(current, Shard) else [])]
+    return [OpStrategy((one,), (one, one)) for one in placements]
 
 
 def _dropout(call: OpCall) -> LocalFunction:
@@ -109,8 +99,7 @@ def _dropout(call: OpCall) -> LocalFunction:
 
     def drop(local: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: FBT001
         if train is False:
-            results: tuple[torch.Tensor, torch.Tensor] = operator(local, p, train)
-            return results
+            return operator(local, p, train)  # type: ignore[no-any-return]
         check_generators(spec.mesh, None, str(operator))
         # The mask is drawn before anything is computed, from as many numbers as the tensor has elements.
         mask = local_of_full(operator(_empty_full(spec).fill_(1), p, train)[1], mask_spec)
@@ -125,13 +114,16 @@ RULES = rule_table(
         "bernoulli_ uniform_ normal_ exponential_ cauchy_ log_normal_ geometric_ random_",
     ),
     (
-        OpRule(strategies=keep_sharding, local=_draw_like),
+        OpRule(strategies=keep_sharding, local=partial(_draw, reads_input=False)),
         (
             "rand_like randn_like randint_like.default randint_like.low_dtype randint_like.generator"
             " randint_like.low_generator_dtype"
         ),
     ),
-    (OpRule(strategies=all_replicated, local=_draw_from_full), "bernoulli.default poisson.default multinomial.default"),
-    (OpRule(strategies=keep_sharding, local=_draw_like), "bernoulli.p"),
+    (
+        OpRule(strategies=all_replicated, local=partial(_draw, reads_input=True)),
+        "bernoulli.default poisson.default multinomial.default",
+    ),
+    (OpRule(strategies=keep_sharding, local=partial(_draw, reads_input=False)), "bernoulli.p"),
     (OpRule(strategies=_dropout_strategies, local=_dropout), "native_dropout.default"),
 )

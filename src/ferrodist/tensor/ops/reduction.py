@@ -19,13 +19,12 @@ from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, all_replicated, 
 from ferrodist.tensor.ops.pointwise import cast_is_linear
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.redistribute import extremum_identity, record_move
-from ferrodist.tensor.spec import contiguous_stride, shard_of, sharding_axes
+from ferrodist.tensor.spec import DTensorSpec, contiguous_stride, shard_of, sharding_axes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.tensor.op_strategy import LocalFunction, OpCall
-    from ferrodist.tensor.spec import DTensorSpec
 
 _aten = torch.ops.aten
 
@@ -33,7 +32,7 @@ _aten = torch.ops.aten
 def cross_rank_reducer(spec: DTensorSpec, axes: tuple[int, ...]) -> Callable[[torch.Tensor, ReduceOp], torch.Tensor]:
     """A function that allreduces a tensor over the ranks along some axes of a spec's mesh."""
     if not axes:
-        return _return_tensor
+        return lambda tensor, _: tensor
     mesh = spec.mesh_along(axes)
     group = mesh.group
 
@@ -44,17 +43,13 @@ def cross_rank_reducer(spec: DTensorSpec, axes: tuple[int, ...]) -> Callable[[to
     return reduce
 
 
-def _return_tensor(tensor: torch.Tensor, _: ReduceOp) -> torch.Tensor:
-    return tensor
-
-
 def local_indices(spec: DTensorSpec, dim: int) -> torch.Tensor:
     """The indices in the full dim of this rank's elements, in ascending order."""
-    num_ranks, coordinate = spec.mesh.shape, spec.coordinate
-    axes = sharding_axes(spec.placements, (dim,))
-    placements = [spec.placements[axis] for axis in axes]
-    blocks = [placement.blocks for placement in placements if isinstance(placement, Shard)]
-    cuts = zip(blocks, [num_ranks[axis] for axis in axes], [coordinate[axis] for axis in axes], strict=True)
+    cuts = [
+        (placement.blocks, num_ranks, index)
+        for placement, num_ranks, index in zip(spec.placements, spec.mesh.shape, spec.coordinate, strict=True)
+        if isinstance(placement, Shard) and placement.dim == dim
+    ]
     return _cached_indices(spec.shape[dim], tuple(cuts))
 
 
@@ -88,7 +83,7 @@ def result_labels(call: OpCall) -> list[int | None]:
 
 
 def _casts_inexactly(call: OpCall) -> bool:
-    """Return whether elements are first cast to a dtype in which partial sums are not linear any more."""
+    """Return whether elements are first cast to a dtype to which partial sums can't be cast."""
     dtype = call.arguments.get("dtype")
     return dtype is not None and not cast_is_linear(call.inputs[0].dtype, dtype)
 
@@ -114,11 +109,7 @@ def _mean(call: OpCall) -> LocalFunction | None:
     count = math.prod(spec.shape[dim] for dim in reduced)
     result, shape = output.dtype, output.local_shape
     wide = accumulation_dtype(result)
-
-    def mean(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return (tensor.sum(reduced, dtype=wide) / count).reshape(shape).to(result)
-
-    return mean
+    return lambda tensor, *_, **__: (tensor.sum(reduced, dtype=wide) / count).reshape(shape).to(result)
 
 
 def _empty_extremum(op: ReduceOp, call: OpCall) -> LocalFunction | None:
@@ -126,12 +117,8 @@ def _empty_extremum(op: ReduceOp, call: OpCall) -> LocalFunction | None:
     (spec, output), reduced = (call.placed_inputs[0], call.outputs[0]), reduced_dims(call)
     if all(spec.local_shape[dim] for dim in reduced) or any(spec.shape[dim] == 0 for dim in reduced):
         return None  # torch raises if the full tensor is empty
-    shape, dtype = output.local_shape, output.dtype
-
-    def identity(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return tensor.new_full(shape, extremum_identity(op, dtype))
-
-    return identity
+    shape, identity = output.local_shape, extremum_identity(op, output.dtype)
+    return lambda tensor, *_, **__: tensor.new_full(shape, identity)
 
 
 def _rule(op: ReduceOp, *, linear: Sequence[Sequence[int]] = (), commuting: Sequence[ReduceOp] = ()) -> OpRule:
@@ -213,13 +200,13 @@ def _logsumexp(call: OpCall) -> LocalFunction | None:
     reduce = cross_rank_reducer(spec, axes)
     result, shape = call.outputs[0].dtype, call.outputs[0].local_shape
     is_empty = any(spec.local_shape[dim] == 0 for dim in reduced)
-    kept = [1 if dim in reduced else size for dim, size in enumerate(spec.local_shape)]
+    keepdim_shape = [1 if dim in reduced else size for dim, size in enumerate(spec.local_shape)]
 
     def logsumexp(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         wide = tensor.to(accumulation_dtype(result))
         # The real parts decide the magnitude of complex exponentials.
         real = wide.real if wide.is_complex() else wide
-        local = real.new_full(kept, -math.inf) if is_empty else real.amax(reduced, keepdim=True)
+        local = real.new_full(keepdim_shape, -math.inf) if is_empty else real.amax(reduced, keepdim=True)
         largest = reduce(local, ReduceOp.MAX)
         shift = torch.where(largest.isinf(), 0.0, largest)  # infinities would give NaN
         total = reduce((wide - shift).exp().sum(reduced, keepdim=True), ReduceOp.SUM)
@@ -264,21 +251,12 @@ def _find_extremum(op: ReduceOp, call: OpCall) -> LocalFunction | None:
     return find
 
 
-def _along_dim(linear: Sequence[Sequence[int]], call: OpCall) -> EinsumPattern:
-    """The pattern of an operator that sorts or accumulates along a dim: all other dims may be sharded."""
-    ndim = call.inputs[0].ndim
-    along = call["dim"] % max(ndim, 1)
-    labels = [None if dim == along else dim for dim in range(ndim)]
-    return EinsumPattern(
-        inputs=[labels], outputs=[labels] * len(call.results), linear=() if _casts_inexactly(call) else linear
-    )
-
-
-def _full_dims(call: OpCall) -> EinsumPattern:
-    """The pattern of a reduction that needs all of the reduced dims: all others may be sharded."""
-    reduced = reduced_dims(call)
-    labels = [None if dim in reduced else dim for dim in range(call.inputs[0].ndim)]
-    return EinsumPattern(inputs=[labels], outputs=[result_labels(call)] * len(call.results))
+def _along_dims(linear: Sequence[Sequence[int]], call: OpCall, *, reduces: bool = False) -> EinsumPattern:
+    """The pattern of an operator that sorts, accumulates or reduces along full dims: all others may be sharded."""
+    dims = reduced_dims(call)
+    labels = [None if dim in dims else dim for dim in range(call.inputs[0].ndim)]
+    outputs = [result_labels(call) if reduces else labels] * len(call.results)
+    return EinsumPattern(inputs=[labels], outputs=outputs, linear=() if _casts_inexactly(call) else linear)
 
 
 RULES = rule_table(
@@ -299,13 +277,13 @@ RULES = rule_table(
     (einsum_rule(_cross_rank_reduction, local=_logsumexp), "logsumexp.default"),
     (einsum_rule(_cross_rank_reduction, local=partial(_find_extremum, ReduceOp.MAX)), "argmax.default max.dim"),
     (einsum_rule(_cross_rank_reduction, local=partial(_find_extremum, ReduceOp.MIN)), "argmin.default min.dim"),
-    (einsum_rule(partial(_along_dim, ((0,),))), "cumsum.default"),
+    (einsum_rule(partial(_along_dims, ((0,),))), "cumsum.default"),
     (
-        einsum_rule(partial(_along_dim, ())),
+        einsum_rule(partial(_along_dims, ())),
         "cumprod.default cummax.default cummin.default logcumsumexp.default topk.default sort.default sort.stable",
     ),
     (
-        einsum_rule(_full_dims),
+        einsum_rule(partial(_along_dims, (), reduces=True)),
         "median.default median.dim nanmedian.default nanmedian.dim kthvalue.default mode.default",
     ),
 )
@@ -321,15 +299,11 @@ def _any_norm(tensor: Any, p: Any = 2, *dims: Any, dtype: Any = None) -> Any:
     return torch.linalg.vector_norm(tensor, 2 if p is None else p, *dims, dtype=dtype)
 
 
-def _norm_each(tensors: Sequence[Any], ord: Any = 2, dtype: Any = None) -> list[Any]:  # noqa: A002 # torch's name
-    return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
-
-
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten.aminmax.default: _both_extrema,
     _aten.norm.Scalar: _any_norm,
     _aten.norm.ScalarOpt_dim: _any_norm,
     _aten.norm.ScalarOpt_dim_dtype: _any_norm,
     _aten.norm.ScalarOpt_dtype: _any_norm,
-    _aten._foreach_norm.Scalar: _norm_each,
+    _aten._foreach_norm.Scalar: lambda tensors, p=2, dtype=None: [_any_norm(one, p, dtype=dtype) for one in tensors],
 }

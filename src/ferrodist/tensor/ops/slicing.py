@@ -6,14 +6,20 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, einsum_rule, rule_table
-from ferrodist.tensor.ops.view import EXTREMA_AND_PRODUCT, DimMap, dim_map_strategies, move_rule, move_strategies
+from ferrodist.tensor.op_strategy import EinsumPattern, OpCall, OpRule, OpStrategy, einsum_rule, rule_table
+from ferrodist.tensor.ops.view import (
+    EXTREMA_AND_PRODUCT,
+    DimMap,
+    dim_map_rule,
+    dim_map_strategies,
+    insert_dims,
+    move_rule,
+    move_strategies,
+)
 from ferrodist.tensor.placement import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from ferrodist.tensor.op_strategy import OpCall
 
 
 def _dims(call: OpCall, *cut: int) -> DimMap:
@@ -23,68 +29,35 @@ def _dims(call: OpCall, *cut: int) -> DimMap:
     return [None if dim in removed else dim for dim in range(ndim)]
 
 
-def _takes_all(call: OpCall) -> bool:
-    """Return whether a slice, or the gradient of one, takes every element of the dim."""
-    dim = call["dim"]
-    return bool(call.results[0].shape[dim] == call.inputs[0].shape[dim])
-
-
 def _sliced(call: OpCall) -> DimMap:
-    return _dims(call) if _takes_all(call) else _dims(call, call["dim"])
+    """The dims of a slice, of the gradient of one, or of a tensor of which a slice is replaced."""
+    dim, part = call["dim"], (call.inputs[1] if len(call.inputs) > 1 else call.results[0])
+    return _dims(call) if part.shape[dim] == call.inputs[0].shape[dim] else _dims(call, dim)
 
 
 def _local_slice(call: OpCall) -> Mapping[str, Any]:
     shape = call.outputs[0].local_shape
-    bounds = {"start": 0, "end": shape[call["dim"]], "step": 1} if _takes_all(call) else {}
+    bounds = {} if None in _sliced(call) else {"start": 0, "end": shape[call["dim"]], "step": 1}
     sizes = {"input_sizes": list(shape)} if "input_sizes" in call.arguments else {}
     return {**bounds, **sizes}
 
 
 def _selected(call: OpCall) -> DimMap:
-    cut = call["dim"] % call.inputs[0].ndim
-    return [dim for dim in range(call.inputs[0].ndim) if dim != cut]
-
-
-def _select_backward(call: OpCall) -> DimMap:
-    dims: DimMap = list(range(call.inputs[0].ndim))
-    dims.insert(call["dim"] % (len(dims) + 1), None)
-    return dims
+    return [dim for dim in _dims(call, call["dim"]) if dim is not None]
 
 
 def _diagonal(call: OpCall) -> DimMap:
-    ndim = call.inputs[0].ndim
-    cut = (call["dim1"] % ndim, call["dim2"] % ndim)
-    return [*(dim for dim in range(ndim) if dim not in cut), None]
-
-
-def _diagonal_backward(call: OpCall) -> DimMap:
-    dims: DimMap = list(range(call.inputs[0].ndim - 1))
-    ndim = len(dims) + 2
-    for dim in sorted((call["dim1"] % ndim, call["dim2"] % ndim)):
-        dims.insert(dim, None)
-    return dims
-
-
-def _unfolded(call: OpCall) -> DimMap:
-    return [*(_dims(call, call["dimension"]) if call.inputs[0].ndim else []), None]
+    return [*[dim for dim in _dims(call, call["dim1"], call["dim2"]) if dim is not None], None]
 
 
 def _unfold_backward(call: OpCall) -> DimMap:
     ndim = call.inputs[0].ndim - 1
-    if not ndim:
-        return []
-    cut = call["dim"] % ndim
-    return [None if dim == cut else dim for dim in range(ndim)]
+    return [None if dim == call["dim"] % ndim else dim for dim in range(ndim)]
 
 
 def _local_input_sizes(call: OpCall) -> Mapping[str, Any]:
     name = "input_sizes" if "input_sizes" in call.arguments else "input_size"
     return {name: list(call.outputs[0].local_shape)}
-
-
-def _rolled(call: OpCall) -> DimMap:
-    dims = call["dims"]
-    return _dims(call, *(dims or range(call.inputs[0].ndim)))
 
 
 def _repeated(call: OpCall) -> DimMap:
@@ -155,10 +128,8 @@ def _cat_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
 
 
 def _stack(call: OpCall) -> EinsumPattern:
-    dims: DimMap = list(range(call.inputs[0].ndim))
-    inputs = [list(dims)] * len(call.inputs)
-    dims.insert(call["dim"] % (len(dims) + 1), None)
-    return _joined(call, inputs, dims)
+    ndim = call.inputs[0].ndim
+    return _joined(call, [list(range(ndim))] * len(call.inputs), insert_dims(ndim, call["dim"]))
 
 
 def _joined(call: OpCall, inputs: Sequence[DimMap], output: DimMap) -> EinsumPattern:
@@ -181,35 +152,29 @@ def _scatter(dim_map: Callable[[OpCall], DimMap], call: OpCall) -> EinsumPattern
     return EinsumPattern(inputs=[labels, replaced], outputs=[labels], linear=((0, 1),))
 
 
-def _slice_scattered(call: OpCall) -> DimMap:
-    takes_all = call.inputs[1].shape[call["dim"]] == call.inputs[0].shape[call["dim"]]
-    return _dims(call) if takes_all else _dims(call, call["dim"])
-
-
-def _local_slice_scatter(call: OpCall) -> Mapping[str, Any]:
-    if None in _slice_scattered(call):
-        return {}
-    return {"start": 0, "end": call.outputs[0].local_shape[call["dim"]], "step": 1}
-
-
-def _rule(dim_map: Callable[[OpCall], DimMap], **options: Any) -> OpRule:
-    return OpRule(strategies=partial(dim_map_strategies, dim_map), **options)
-
-
 def _scatter_rule(dim_map: Callable[[OpCall], DimMap], **options: Any) -> OpRule:
     return einsum_rule(partial(_scatter, dim_map), **options)
 
 
 RULES = rule_table(
-    (_rule(_sliced, arguments=_local_slice), "slice.Tensor"),
-    (_rule(_sliced, arguments=_local_slice), "slice_backward.default"),
-    (_rule(_selected), "select.int"),
-    (_rule(_select_backward, arguments=_local_input_sizes), "select_backward.default"),
-    (_rule(_diagonal), "diagonal.default"),
-    (_rule(_diagonal_backward, arguments=_local_input_sizes), "diagonal_backward.default"),
-    (_rule(_unfolded), "unfold.default"),
-    (_rule(_unfold_backward, arguments=_local_input_sizes), "unfold_backward.default"),
-    (_rule(_selected), "unbind.int"),
+    (dim_map_rule(_sliced, arguments=_local_slice), "slice.Tensor"),
+    (dim_map_rule(_sliced, arguments=_local_slice), "slice_backward.default"),
+    (dim_map_rule(_selected), "select.int"),
+    (
+        dim_map_rule(lambda call: insert_dims(call.inputs[0].ndim, call["dim"]), arguments=_local_input_sizes),
+        "select_backward.default",
+    ),
+    (dim_map_rule(_diagonal), "diagonal.default"),
+    (
+        dim_map_rule(
+            lambda call: insert_dims(call.inputs[0].ndim - 1, call["dim1"], call["dim2"]),
+            arguments=_local_input_sizes,
+        ),
+        "diagonal_backward.default",
+    ),
+    (dim_map_rule(lambda call: [*_dims(call, call["dimension"]), None]), "unfold.default"),
+    (dim_map_rule(_unfold_backward, arguments=_local_input_sizes), "unfold_backward.default"),
+    (dim_map_rule(_selected), "unbind.int"),
     (OpRule(strategies=_split_strategies, arguments=_local_split), "split.Tensor"),
     (OpRule(strategies=_split_strategies, arguments=_local_split), "split_with_sizes.default"),
     (OpRule(strategies=_split_strategies, arguments=_local_split), "unsafe_split.Tensor"),
@@ -217,11 +182,11 @@ RULES = rule_table(
     (OpRule(strategies=_cat_strategies), "cat.default"),
     (move_rule(_stack), "stack.default"),
     (move_rule(_pad, depends_on_values=True), "constant_pad_nd.default"),
-    (_rule(lambda call: _dims(call, *call["dims"])), "flip.default"),
-    (_rule(_rolled), "roll.default"),
-    (_rule(_repeated), "repeat.default"),
-    (_rule(lambda call: _dims(call, -2, -1)), "tril.default triu.default tril_.default triu_.default"),
-    (_scatter_rule(_slice_scattered, arguments=_local_slice_scatter), "slice_scatter.default"),
+    (dim_map_rule(lambda call: _dims(call, *call["dims"])), "flip.default"),
+    (dim_map_rule(lambda call: _dims(call, *(call["dims"] or range(call.inputs[0].ndim)))), "roll.default"),
+    (dim_map_rule(_repeated), "repeat.default"),
+    (dim_map_rule(lambda call: _dims(call, -2, -1)), "tril.default triu.default tril_.default triu_.default"),
+    (_scatter_rule(_sliced, arguments=_local_slice), "slice_scatter.default"),
     (_scatter_rule(_selected), "select_scatter.default"),
     (_scatter_rule(_diagonal), "diagonal_scatter.default"),
 )

@@ -12,14 +12,13 @@ from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.copied_views import rebind
 from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, einsum_strategies, rule_table
-from ferrodist.tensor.placement import PARTIAL_OPS, Partial, Replicate, Shard
+from ferrodist.tensor.placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard
 from ferrodist.tensor.spec import DTensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ferrodist.tensor.op_strategy import LocalFunction, OpCall
-    from ferrodist.tensor.placement import Placement
 
 _aten = torch.ops.aten
 
@@ -29,7 +28,7 @@ DimMap = list[int | None]
 """For each dim of a result, the dim of the input that it is, or None if it is new or has been cut."""
 
 
-def dim_map_strategies(dim_map: Callable[[OpCall], Sequence[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
+def dim_map_strategies(dim_map: Callable[[OpCall], DimMap], call: OpCall, axis: int) -> list[OpStrategy]:
     """The strategies of an operator that only moves elements, given which dim of its input each result's dim is."""
     pattern = EinsumPattern(
         inputs=[range(call.inputs[0].ndim)],
@@ -38,6 +37,11 @@ def dim_map_strategies(dim_map: Callable[[OpCall], Sequence[int | None]], call: 
         commuting=EXTREMA_AND_PRODUCT,
     )
     return move_strategies(pattern, call, axis)
+
+
+def dim_map_rule(dim_map: Callable[[OpCall], DimMap], **options: Any) -> OpRule:
+    """A rule with the strategies of `dim_map_strategies`."""
+    return OpRule(strategies=partial(dim_map_strategies, dim_map), **options)
 
 
 def move_rule(pattern_of: Callable[[OpCall], EinsumPattern], **options: Any) -> OpRule:
@@ -77,16 +81,11 @@ def _transposed(call: OpCall) -> DimMap:
     return dims
 
 
-def _permuted(call: OpCall) -> DimMap:
-    ndim = call.inputs[0].ndim
-    return [dim % ndim for dim in call["dims"]]
-
-
-def _unsqueezed(call: OpCall) -> DimMap:
-    ndim = call.inputs[0].ndim
-    dims: DimMap = list(range(ndim))
-    dims.insert(call["dim"] % (ndim + 1), None)
-    return dims
+def insert_dims(ndim: int, *new: int) -> DimMap:
+    """The dims of an input among new ones, given the indices of these in the result."""
+    dims = iter(range(ndim))
+    inserted = {dim % (ndim + len(new)) for dim in new}
+    return [None if dim in inserted else next(dims) for dim in range(ndim + len(new))]
 
 
 def _squeezed(call: OpCall) -> DimMap:
@@ -189,23 +188,18 @@ def _reshape_sharding(call: OpCall, axis: int, placement: Shard, result: list[in
     return min(possible, key=lambda shard: shard.blocks, default=None)
 
 
-def _reshape(call: OpCall) -> LocalFunction:
-    """Reshape a shard, which may have other strides than the full tensor, so that its view is a copy."""
-    del call
-    return torch.reshape
-
-
 RULES = rule_table(
-    (OpRule(strategies=partial(dim_map_strategies, _transposed)), "t.default"),
-    (OpRule(strategies=partial(dim_map_strategies, _transposed)), "transpose.int"),
-    (OpRule(strategies=partial(dim_map_strategies, _permuted)), "permute.default"),
-    (OpRule(strategies=partial(dim_map_strategies, _unsqueezed)), "unsqueeze.default"),
+    (dim_map_rule(_transposed), "t.default"),
+    (dim_map_rule(_transposed), "transpose.int"),
+    (dim_map_rule(lambda call: [dim % call.inputs[0].ndim for dim in call["dims"]]), "permute.default"),
+    (dim_map_rule(lambda call: insert_dims(call.inputs[0].ndim, call["dim"])), "unsqueeze.default"),
     (OpRule(strategies=_squeeze_strategies, local=_squeeze), "squeeze.default"),
     (OpRule(strategies=_squeeze_strategies, local=_squeeze), "squeeze.dim"),
     (OpRule(strategies=_squeeze_strategies, local=_squeeze), "squeeze.dims"),
-    (OpRule(strategies=partial(dim_map_strategies, _expanded), arguments=_local_size), "expand.default"),
+    (dim_map_rule(_expanded, arguments=_local_size), "expand.default"),
     (
-        OpRule(strategies=_reshape_strategies, arguments=_local_size, local=_reshape),
+        # A shard may have other strides than the full tensor, so that its view is a copy.
+        OpRule(strategies=_reshape_strategies, arguments=_local_size, local=lambda _: torch.reshape),
         "view.default _unsafe_view.default",
     ),
 )

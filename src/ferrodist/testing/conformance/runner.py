@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ferrodist.errors import DistributedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from types import ModuleType
 
 
-def public_functions(module: str) -> tuple[Callable[..., None], ...]:
+def public_functions(module: ModuleType) -> tuple[Callable[..., None], ...]:
     """The public functions that a module defines, in order: in modules of checks, the checks."""
-    found = vars(sys.modules[module]).items()
     return tuple(
         value
-        for name, value in found
-        if inspect.isfunction(value) and value.__module__ == module and not name.startswith("_")
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     )
 
 
-def run_checks(suite: str, checks: Iterable[tuple[str, Callable[..., None], tuple[Any, ...]]]) -> None:
-    """Call all checks, and raise AssertionError with the docstrings of those that raise: the broken rules."""
+def run_checks(suite: str, checks: Iterable[tuple[str, Callable[..., object], Callable[[], object]]]) -> None:
+    """Make checks, each a name, a function whose docstring is the rule, and a call; AssertionError lists the failed."""
     failures: list[tuple[str, Exception]] = []
     num_checks = 0
-    for name, check, args in checks:
+    for name, check, call in checks:
         num_checks += 1
         try:
-            check(*args)
+            call()
         except (AssertionError, DistributedError, OSError) as error:
             rule = (inspect.getdoc(check) or "").partition("\n")[0]
-            failures.append((f"{name}: {rule}\n    {_first_line(error)}", error))
+            reason = str(error).partition("\n")[0]
+            failures.append((f"{name}: {rule}\n    {type(error).__name__}: {reason}", error))
     if failures:
         listed = "\n".join(f"  {text}" for text, _ in failures)
         raise AssertionError(f"{suite}: {len(failures)} of {num_checks} checks failed\n{listed}") from failures[0][1]
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

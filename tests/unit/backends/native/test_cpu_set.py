@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ferrodist.backends.native.cpu_set import CpuSet, is_oversubscribed
+from ferrodist.backends.native.topology import CpuSet, is_oversubscribed
 
 A, B = b"a" * 6, b"b" * 6
 

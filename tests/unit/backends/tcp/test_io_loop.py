@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ferrodist.backends.frame_type import FrameType
 from ferrodist.backends.tcp.connection import FramedConnection
 from ferrodist.backends.tcp.io_loop import IoLoop
-from ferrodist.backends.tcp.wire import Frame, FrameType
+from ferrodist.backends.tcp.wire import Frame
 from ferrodist.rendezvous.session import Session
 from ferrodist.testing import check_leaks
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import ferrodist as fd
+from ferrodist.backends.frame_type import FrameType
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tcp.connection import FramedConnection, QueuedFrame
 from ferrodist.backends.tcp.io_loop import BLOCK_BYTES
-from ferrodist.backends.tcp.wire import HEADER_SIZE, MAX_PAYLOAD, Frame, FrameType
+from ferrodist.backends.tcp.wire import HEADER_SIZE, MAX_PAYLOAD, Frame
 from ferrodist.errors import ProtocolError
 from ferrodist.rendezvous import auth
 from ferrodist.rendezvous.listener import Listener

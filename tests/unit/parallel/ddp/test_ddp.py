@@ -173,8 +173,8 @@ def test_ranks_start_buckets_in_one_order():
     def gradients(group):
         ddp = DDP(copy.deepcopy(start), group, bucket_size_mb=1e-9)
         order = []
-        for place, branch in enumerate(ddp.module.branches):
-            branch.weight.register_hook(lambda grad, place=place: order.append(place))
+        for index, branch in enumerate(ddp.module.branches):
+            branch.weight.register_hook(lambda grad, index=index: order.append(index))
         ddp(torch.full((1, 2), group.rank).double(), *((0, 1, 2), (1, 2, 0))[group.rank]).backward()
         return order, [branch.weight.grad.tolist() for branch in ddp.module.branches]
 

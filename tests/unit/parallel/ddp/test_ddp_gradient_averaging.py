@@ -101,8 +101,8 @@ class OutOfOrder(torch.nn.Module):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False) for _ in range(4))
 
     def forward(self, inputs):
-        for place in (2, 0, 3, 1):
-            inputs = self.layers[place](inputs)
+        for index in (2, 0, 3, 1):
+            inputs = self.layers[index](inputs)
         return inputs
 
 
@@ -180,7 +180,7 @@ def test_buckets_do_not_wait_for_unused_parameters():
 
     def keeps(group):
         ddp = DDP(copy.deepcopy(start), group, bucket_size_mb=TINY, find_unused_parameters=True)
-        hidden = [ddp(torch.ones(1, 2).double(), place) for place in (0, group.rank + 1)]  # two forwards, one backward
+        hidden = [ddp(torch.ones(1, 2).double(), index) for index in (0, group.rank + 1)]  # two forwards, one backward
         sum(hidden).backward()
         return gradients_of(ddp)
 

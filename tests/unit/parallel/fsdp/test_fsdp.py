@@ -412,13 +412,13 @@ def test_units_are_reduced_while_backward_goes_on(monkeypatch):
     names = started_on(monkeypatch, rank=0)
     model = seeded(mlp)
 
-    def note(place, _module, _inputs, output):
-        output.register_hook(lambda _: names.append(place))
+    def note(index, _module, _inputs, output):
+        output.register_hook(lambda _: names.append(index))
 
     def program(group):
         fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
-        for place in (0, 2, 4) if group.rank == 0 else ():
-            fsdp.module[place].register_forward_hook(partial(note, place))
+        for index in (0, 2, 4) if group.rank == 0 else ():
+            fsdp.module[index].register_forward_hook(partial(note, index))
         for _ in range(2):
             loss = fsdp(torch.ones(1, 6)).sum()
             if group.rank == 0:
@@ -448,8 +448,8 @@ def test_units_are_gathered_while_forward_goes_on(run, prefetch):
 
     coming = ["gathering"] * prefetch + ["sharded"] * 2
     for seen in run(program, 2):
-        for place, states in enumerate(seen):
-            assert states == ["sharded"] * (place + 1) + coming[: 2 - place]
+        for index, states in enumerate(seen):
+            assert states == ["sharded"] * (index + 1) + coming[: 2 - index]
 
 
 def test_the_same_bits_on_every_backend_and_for_every_division(monkeypatch):

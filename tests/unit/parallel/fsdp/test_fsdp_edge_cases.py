@@ -77,8 +77,8 @@ class Frozen(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = layers(5)
-        for place in (0, 2, 4):
-            self.layers[place].requires_grad_(False)
+        for index in (0, 2, 4):
+            self.layers[index].requires_grad_(False)
 
     def forward(self, inputs):
         return self.layers(inputs)
@@ -477,8 +477,8 @@ def test_forwards_with_changing_control_flow(run, prefetch):
             self.layers = layers(4)
 
         def forward(self, inputs, *taken):
-            for place in taken:
-                inputs = self.layers[place](inputs)
+            for index in taken:
+                inputs = self.layers[index](inputs)
             return inputs.sum()
 
     model = Ways()

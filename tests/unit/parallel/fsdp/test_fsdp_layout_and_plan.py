@@ -35,7 +35,7 @@ def test_shards_cover_each_parameter_once(shapes, num_shards):
 def test_shards_keep_the_number_of_dims():
     """Optimizers' rules about numbers of dims, as for weight decay, treat shards as the full parameter."""
     layout = make_layout([(8, 9), (9,), (2, 3, 4)], 2)
-    assert [layout.shape_shard(place, torch.zeros(0)).ndim for place in range(3)] == [2, 1, 3]
+    assert [layout.shape_shard(index, torch.zeros(0)).ndim for index in range(3)] == [2, 1, 3]
 
 
 def test_layouts_of_one_size_have_different_ids():
@@ -121,7 +121,7 @@ def chain(num_units):
 
 
 def text(steps):
-    return ", ".join(map(str, steps))
+    return ", ".join(f"{step.action.value} {step.unit}" for step in steps)
 
 
 def test_plan_prefetches_and_reduces_in_the_order_of_use():

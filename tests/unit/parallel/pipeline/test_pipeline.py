@@ -198,13 +198,13 @@ def test_forward_for_inference():
 class Odd(nn.Module):
     """Takes and gives several values, nested, of shapes that differ from microbatch to microbatch."""
 
-    def __init__(self, place):
+    def __init__(self, index):
         super().__init__()
-        self.place = place
+        self.index = index
         self.layer = nn.Linear(4, 4)
 
     def forward(self, values, mask=None, more=None):
-        if self.place == 0:
+        if self.index == 0:
             return (
                 self.layer(values),
                 values.sum(1) > 0,
@@ -212,7 +212,7 @@ class Odd(nn.Module):
             )
         twice = more["twice"][0]
         values = torch.where(mask[:, None], self.layer(values) + twice, values) * more["n"]
-        if self.place == 1:
+        if self.index == 1:
             return values, mask, {**more, "twice": [twice * 2]}
         return values.sum() + twice.sum()
 
@@ -223,11 +223,11 @@ def test_nested_values_of_changing_shapes():
 
     def program(group):
         for microbatches in (batches, batches[::-1]):
-            stages = [pipeline_models.fill(Odd(place), place) for place in range(3)]
+            stages = [pipeline_models.fill(Odd(index), index) for index in range(3)]
             pipeline = Pipeline(stages, group, 4, schedule=PipelineSchedule.ONE_F_ONE_B)
             for _ in range(2):
                 pipeline.step(Microbatches(microbatches))
-            expected = [pipeline_models.fill(Odd(place), place) for place in range(3)]
+            expected = [pipeline_models.fill(Odd(index), index) for index in range(3)]
             for batch in microbatches * 2:
                 value = batch
                 for stage in expected:

@@ -196,13 +196,13 @@ def test_wrong_names_of_shared_parameters():
     """All ranks get the error, though one of them alone can see it."""
 
     def program(group):
-        for places, what in (
+        for locations, what in (
             ([(0, "0.wieght"), (1, "0.weight")], "rank 0: stage 0 has no parameter '0.wieght' to share"),
             ([(0, "0.weight"), (2, "0.weight")], "'0.weight' of stage 2 is shared, but there are 2 stages"),
             ([(0, "0.weight"), (-1, "0.weight")], "'0.weight' of stage -1 is shared"),
         ):
             with pytest.raises(UnsupportedOpError, match=what):
-                Pipeline(Mlp.stages(2), group, 2, shared=[places])
+                Pipeline(Mlp.stages(2), group, 2, shared=[locations])
 
     run_ranks(program, 2)
 
@@ -336,10 +336,10 @@ def test_states_of_earlier_versions(prefixes, is_compiled):
             layer[group.rank].register_load_state_dict_pre_hook(rename)
         own = [torch.compile(layer, backend="eager") for layer in layers] if is_compiled else layers
         pipeline = Pipeline(Stages(own, prefixes), group, 2, loss_fn=Mlp.loss)
-        place = ("0." if prefixes is None else prefixes[0]) if group.rank == 0 else (prefixes or ("", "1."))[1]
-        linear = f"{place}{group.rank}."
+        prefix = ("0." if prefixes is None else prefixes[0]) if group.rank == 0 else (prefixes or ("", "1."))[1]
+        linear = f"{prefix}{group.rank}."
         state = {name: value + 1 for name, value in pipeline.state_dict().items()}
-        del state[f"{place}{1 - group.rank}.num_batches_tracked"]  # torch's first versions had none
+        del state[f"{prefix}{1 - group.rank}.num_batches_tracked"]  # torch's first versions had none
         expected = state.pop(linear + "weight")
         pipeline.load_state_dict({**state, linear + "old": expected})
         assert torch.equal(layers[group.rank][group.rank].weight, expected)

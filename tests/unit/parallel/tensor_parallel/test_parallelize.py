@@ -523,8 +523,8 @@ def test_modules_on_the_meta_device(given):
     """Values are those of rank 0's reset_parameters, in the order of the modules, or of ``init``."""
 
     def init(module):
-        for place, tensor in enumerate((*module.parameters(recurse=False), *module.buffers(recurse=False))):
-            nn.init.constant_(tensor, place + 2)
+        for index, tensor in enumerate((*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            nn.init.constant_(tensor, index + 2)
 
     def program(group):
         with torch.device("meta"):

@@ -12,8 +12,6 @@ tensor for each parameter) or copies of them, with ``group=bucket.group``, and r
 Ranks compare hooks when a DDP is made: by name, or by the text of their method ``describe()``, where they have one.
 """
 
-from __future__ import annotations
-
 from ferrodist.parallel.ddp.comm_hooks.compression import (
     Continued,
     allreduce,

@@ -101,8 +101,7 @@ class PowerSGD:
 
     def _divide(self, bucket: GradientBucket) -> tuple[list[_Matrix], list[torch.Tensor]]:
         """The bucket's gradients that shrink, and the others."""
-        matrices: list[_Matrix] = []
-        others: list[torch.Tensor] = []
+        matrices, others = [], []
         for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
             flat = _as_matrix(gradient)
             rows, columns = flat.shape
@@ -159,11 +158,9 @@ def _as_matrix(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the tensors' elements."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy concatenated elements back into the tensors."""
     for part, tensor in zip(torch.split(flat, [tensor.numel() for tensor in tensors]), tensors, strict=True):
         tensor.copy_(part.view(tensor.shape))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ferrodist.arguments import check_int
 from ferrodist.parallel.pipeline.schedule.dual_pipe_v import dual_pipe_v
 from ferrodist.parallel.pipeline.schedule.gpipe import breadth_first
-from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Schedule, assign_microbatches
+from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Schedule, Slot, assign_microbatches
 from ferrodist.parallel.pipeline.schedule.lowering import add_communication
 from ferrodist.parallel.pipeline.schedule.one_f_one_b import one_f_one_b
 from ferrodist.parallel.pipeline.schedule.validate import check_schedule
@@ -18,8 +17,6 @@ from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from ferrodist.parallel.pipeline.schedule.ir import Slot
 
 
 class PipelineSchedule(enum.Enum):
@@ -30,28 +27,21 @@ class PipelineSchedule(enum.Enum):
 
     GPIPE = "gpipe"
     """All forwards, then all backwards. Simple; holds the activations of every microbatch."""
-
     ONE_F_ONE_B = "1f1b"
     """GPipe's bubble, but no more activations than there are ranks."""
-
     INTERLEAVED_ONE_F_ONE_B = "interleaved-1f1b"
     """1F1B with v stages on each rank: a v-th of the bubble, for v times the messages and some more activations."""
-
     LOOPED_BFS = "looped-bfs"
     """GPipe with v stages on each rank: a v-th of the bubble, for v times the messages."""
-
     ZERO_BUBBLE_H1 = "zb-h1"
     """1F1B with split backwards: a third of the bubble; every rank holds the activations of 1F1B's first."""
-
     ZERO_BUBBLE_V = "zb-v"
     """Two stages on each rank, and split backwards: no bubble in ZB-H1's memory, for twice the messages."""
-
     DUAL_PIPE_V = "dualpipe-v"
     """Two stages on each rank; forwards beside backwards, each of which overlaps the other's messages."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ScheduleKind:
+class _ScheduleKind(NamedTuple):
     """Rules for building a kind of schedule."""
 
     slots: Callable[[PipelineSize, int], list[Slot]]
@@ -61,15 +51,13 @@ class _ScheduleKind:
 
 
 _KINDS = {
-    PipelineSchedule.GPIPE: _ScheduleKind(slots=breadth_first),
-    PipelineSchedule.ONE_F_ONE_B: _ScheduleKind(slots=one_f_one_b),
-    PipelineSchedule.INTERLEAVED_ONE_F_ONE_B: _ScheduleKind(
-        slots=one_f_one_b, stages_per_rank=2, allows_any_number=True
-    ),
-    PipelineSchedule.LOOPED_BFS: _ScheduleKind(slots=breadth_first, stages_per_rank=2, allows_any_number=True),
-    PipelineSchedule.ZERO_BUBBLE_H1: _ScheduleKind(slots=zero_bubble_h1),
-    PipelineSchedule.ZERO_BUBBLE_V: _ScheduleKind(slots=zero_bubble_v, stages_per_rank=2, is_v_shaped=True),
-    PipelineSchedule.DUAL_PIPE_V: _ScheduleKind(slots=dual_pipe_v, stages_per_rank=2, is_v_shaped=True),
+    PipelineSchedule.GPIPE: _ScheduleKind(breadth_first),
+    PipelineSchedule.ONE_F_ONE_B: _ScheduleKind(one_f_one_b),
+    PipelineSchedule.INTERLEAVED_ONE_F_ONE_B: _ScheduleKind(one_f_one_b, stages_per_rank=2, allows_any_number=True),
+    PipelineSchedule.LOOPED_BFS: _ScheduleKind(breadth_first, stages_per_rank=2, allows_any_number=True),
+    PipelineSchedule.ZERO_BUBBLE_H1: _ScheduleKind(zero_bubble_h1),
+    PipelineSchedule.ZERO_BUBBLE_V: _ScheduleKind(zero_bubble_v, stages_per_rank=2, is_v_shaped=True),
+    PipelineSchedule.DUAL_PIPE_V: _ScheduleKind(dual_pipe_v, stages_per_rank=2, is_v_shaped=True),
 }
 
 
@@ -113,7 +101,7 @@ def build_schedule(
     actions = (
         assign_microbatches(
             builder.slots(size, rank),
-            [stage for stage, of in enumerate(stage_ranks) if of == rank],
+            [stage for stage, owner in enumerate(stage_ranks) if owner == rank],
             size.num_microbatches,
         )
         for rank in range(size.num_ranks)

@@ -16,35 +16,22 @@ Backwards are split only where a half lets other ranks begin earlier. The schedu
 microbatches; see [Note: fewer microbatches].
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from ferrodist.parallel.pipeline.schedule.ir import repeat
-
-if TYPE_CHECKING:
-    from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot
+from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, repeat
 
 
 def dual_pipe_v(size: PipelineSize, rank: int) -> list[Slot]:
     """A rank's slots: local stage 0 goes down the V, local stage 1 comes up."""
     num_microbatches = max(size.num_microbatches, 2 * size.num_ranks)
     ranks_after = size.num_ranks - rank - 1
+    split_pairs, split_alone = divmod(rank + 1, 2)
     return (
         repeat("F0", 2 * ranks_after)
         + repeat("F0 F1", rank + 1)
         + repeat("I1 W1 F1", ranks_after)
         + repeat("F0 B1 F1 B0", num_microbatches - size.num_ranks - ranks_after)
         + repeat("B1 F1 B0", ranks_after)
-        + _cooldown(rank, ranks_after)
-    )
-
-
-def _cooldown(rank: int, ranks_after: int) -> list[Slot]:
-    """The remaining backwards: rank + 1 pairs, split in the second half, then those that go down to the first rank."""
-    split_pairs, split_alone = divmod(rank + 1, 2)
-    return (
-        repeat("B1 B0", split_pairs)
+        # The remaining backwards: rank + 1 pairs, split in the second half, then those down to the first rank.
+        + repeat("B1 B0", split_pairs)
         + repeat("B1 I0", split_alone)
         + repeat("I1 I0", split_pairs)
         # Each waits for the next rank, and a pending W fills the time.

@@ -12,14 +12,7 @@ With p ranks, v stages on each and m microbatches, where a forward of one stage 
 - every rank holds m v activations.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from ferrodist.parallel.pipeline.schedule.ir import repeat
-
-if TYPE_CHECKING:
-    from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot
+from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, repeat
 
 
 def breadth_first(size: PipelineSize, rank: int) -> list[Slot]:

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,22 +19,16 @@ class ActionKind(enum.Enum):
     FORWARD = "F"
     BACKWARD = "B"
     """The gradients of a stage's inputs and of its parameters."""
-
     BACKWARD_INPUT = "I"
     """The gradients of its inputs alone, for which the previous rank waits."""
-
     BACKWARD_WEIGHT = "W"
     """The gradients of its parameters, later; nobody waits for them."""
-
     SEND_FORWARD = "SF"
     """Send the outputs of a stage."""
-
     RECV_FORWARD = "RF"
     """Start receiving the inputs of a stage; the forward waits for them."""
-
     SEND_BACKWARD = "SB"
     """Send the gradients of a stage's inputs."""
-
     RECV_BACKWARD = "RB"
     """Start receiving the gradients of a stage's outputs; the backward waits for them."""
 
@@ -133,7 +127,8 @@ class Schedule:
     def rank_stages(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank, in ascending order."""
         return tuple(
-            tuple(stage for stage, of in enumerate(self.stage_ranks) if of == rank) for rank in range(self.num_ranks)
+            tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
+            for rank in range(self.num_ranks)
         )
 
     @cached_property
@@ -204,8 +199,7 @@ def _parse_action(number: int, word: str) -> Action:
         raise ValueError(f"line {number} of a schedule: {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineSize:
+class PipelineSize(NamedTuple):
     """The numbers that a schedule is built for, each at least 1."""
 
     num_ranks: int
@@ -213,8 +207,7 @@ class PipelineSize:
     stages_per_rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A compute action of a rank's local stage; its microbatch is the next of its kind there."""
 
     kind: ActionKind

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ferrodist.parallel.pipeline.schedule.ir import Schedule
+from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind, Schedule
 
 
 def receive_for(schedule: Schedule, action: Action) -> Action | None:
@@ -97,7 +91,15 @@ def add_communication(schedule: Schedule) -> Schedule:
     """
     if has_communication(schedule):
         return schedule
-    return dataclasses.replace(schedule, actions=tuple(_add_to_rank(schedule, actions) for actions in schedule.actions))
+    lowered = []
+    for actions in schedule.actions:
+        receives = [receive_for(schedule, action) for action in actions]
+        result = receives[:1]
+        for index, action in enumerate(actions):
+            # A send precedes the next receive: another rank waits for it already.
+            result += [*receives[index + 1 : index + 2], action, send_after(schedule, action)]
+        lowered.append(tuple(action for action in result if action is not None))
+    return dataclasses.replace(schedule, actions=tuple(lowered))
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -128,13 +130,3 @@ def backward_only(schedule: Schedule) -> Schedule:
     return add_communication(
         dataclasses.replace(schedule, name=f"{schedule.name}, backward only", actions=tuple(backwards))
     )
-
-
-def _add_to_rank(schedule: Schedule, actions: Sequence[Action]) -> tuple[Action, ...]:
-    """One rank's actions with its sends and receives."""
-    receives = [receive_for(schedule, action) for action in actions]
-    result = receives[:1]
-    for index, action in enumerate(actions):
-        # A send precedes the next receive: another rank waits for it already.
-        result += [*receives[index + 1 : index + 2], action, send_after(schedule, action)]
-    return tuple(action for action in result if action is not None)

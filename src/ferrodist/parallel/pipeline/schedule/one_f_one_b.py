@@ -32,12 +32,10 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ferrodist.parallel.pipeline.schedule.ir import repeat
+from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, repeat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot
 
 
 def one_f_one_b(size: PipelineSize, rank: int) -> list[Slot]:

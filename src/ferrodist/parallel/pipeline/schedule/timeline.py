@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from itertools import accumulate
 
-from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind
+from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind, Schedule
 from ferrodist.parallel.pipeline.schedule.lowering import add_communication
 from ferrodist.parallel.pipeline.schedule.validate import Span, check_schedule, execute
 from ferrodist.wording import counted
-
-if TYPE_CHECKING:
-    from ferrodist.parallel.pipeline.schedule.ir import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +44,15 @@ class Costs:
 
     def of(self, action: Action) -> float:
         """The duration of an action; a send ends when its data have arrived, and a receive only starts."""
-        match action.kind:
-            case ActionKind.FORWARD:
-                return _at(self.forward, action.stage)
-            case ActionKind.BACKWARD:
-                return _at(self.backward_input, action.stage) + _at(self.backward_weight, action.stage)
-            case ActionKind.BACKWARD_INPUT:
-                return _at(self.backward_input, action.stage)
-            case ActionKind.BACKWARD_WEIGHT:
-                return _at(self.backward_weight, action.stage)
-            case ActionKind.SEND_FORWARD | ActionKind.SEND_BACKWARD:
-                return _at(self.transfer, action.stage)
-            case _:
-                return 0.0
+        costs = {
+            ActionKind.FORWARD: [self.forward],
+            ActionKind.BACKWARD: [self.backward_input, self.backward_weight],
+            ActionKind.BACKWARD_INPUT: [self.backward_input],
+            ActionKind.BACKWARD_WEIGHT: [self.backward_weight],
+            ActionKind.SEND_FORWARD: [self.transfer],
+            ActionKind.SEND_BACKWARD: [self.transfer],
+        }.get(action.kind, [])
+        return sum((cost[action.stage] if isinstance(cost, Sequence) else cost for cost in costs), 0.0)
 
     def check_stages(self, num_stages: int) -> None:
         """Raise ValueError unless costs that are given by stage have one for each."""
@@ -68,10 +61,6 @@ class Costs:
             if isinstance(value, tuple) and len(value) != num_stages:
                 costs, stages = counted(len(value), "stage"), counted(num_stages, "stage")
                 raise ValueError(f"{field.name} has costs of {costs}, and the schedule {stages}")
-
-
-def _at(cost: float | Sequence[float], stage: int) -> float:
-    return cost[stage] if isinstance(cost, Sequence) else cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +106,8 @@ def predict(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     schedule = add_communication(schedule)
     check_schedule(schedule)
     costs.check_stages(schedule.num_stages)
-    return Timeline(schedule, execute(schedule, costs.of).spans)
+    spans, _ = execute(schedule, costs.of)
+    return Timeline(schedule, spans)
 
 
 def count_activations(schedule: Schedule) -> tuple[int, ...]:
@@ -129,15 +119,8 @@ def count_activations(schedule: Schedule) -> tuple[int, ...]:
     last = {ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT}
     if not any(action.kind in last for actions in schedule.actions for action in actions):
         return (0,) * schedule.num_ranks
-    return tuple(_max_in_flight(actions, last) for actions in schedule.actions)
-
-
-def _max_in_flight(actions: Sequence[Action], last: set[ActionKind]) -> int:
-    most = in_flight = 0
-    for action in actions:
-        if action.kind is ActionKind.FORWARD:
-            in_flight += 1
-            most = max(most, in_flight)
-        elif action.kind in last:
-            in_flight -= 1
-    return most
+    changes = (
+        [1 if action.kind is ActionKind.FORWARD else -1 if action.kind in last else 0 for action in actions]
+        for actions in schedule.actions
+    )
+    return tuple(max(accumulate(each, initial=0)) for each in changes)

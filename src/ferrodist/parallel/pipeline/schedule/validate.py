@@ -6,14 +6,12 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind
+from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind, Schedule
 from ferrodist.parallel.pipeline.schedule.lowering import Dependencies, has_communication, receive_for, send_after
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from ferrodist.parallel.pipeline.schedule.ir import Schedule
+    from collections.abc import Callable, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,35 +23,22 @@ class Span:
     stop: float
 
 
-@dataclass(frozen=True, slots=True)
-class BlockedRank:
-    """A rank that waits forever, its next action, and the action that it waits for."""
-
-    rank: int
-    action: Action
-    needed: Action
-
-
-@dataclass(frozen=True, slots=True)
-class Execution:
-    """The result of simulating a schedule."""
-
-    spans: tuple[tuple[Span, ...], ...]
-    blocked: tuple[BlockedRank, ...]
-
-
-def execute(schedule: Schedule, cost: Callable[[Action], float]) -> Execution:
+def execute(
+    schedule: Schedule, cost: Callable[[Action], float]
+) -> tuple[tuple[tuple[Span, ...], ...], dict[int, tuple[Action, Action]]]:
     """Simulate a schedule with sends and receives: ranks run actions in order, each when its dependencies are done.
 
     Sends and receives block no rank. The result does not depend on the order in which ranks are visited, since no
     action can take away another's data. ``cost`` is that of a compute action, or of a send until its data have arrived.
+
+    Returns the ranks' spans; and for each rank that waits forever its next action, and the one that it waits for.
     """
     dependencies = Dependencies(schedule)
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     positions = [0] * schedule.num_ranks
     clocks = [0.0] * schedule.num_ranks
     done_at: dict[Action, float] = {}
-    blocked: dict[int, BlockedRank] = {}
+    blocked: dict[int, tuple[Action, Action]] = {}
     wakes: defaultdict[Action, list[int]] = defaultdict(list)
     ready = list(range(schedule.num_ranks))
     while ready:
@@ -63,7 +48,7 @@ def execute(schedule: Schedule, cost: Callable[[Action], float]) -> Execution:
             needs = dependencies.of(action)
             missing = next((need for need in needs if need not in done_at), None)
             if missing is not None:
-                blocked[rank] = BlockedRank(rank, action, missing)
+                blocked[rank] = (action, missing)
                 wakes[missing].append(rank)
                 break
             start = max([clocks[rank], *(done_at[need] for need in needs)])
@@ -73,7 +58,7 @@ def execute(schedule: Schedule, cost: Callable[[Action], float]) -> Execution:
                 spans[rank].append(Span(action, start, done_at[action]))
             positions[rank] += 1
             ready += wakes.pop(action, [])
-    return Execution(tuple(map(tuple, spans)), tuple(blocked[rank] for rank in sorted(blocked)))
+    return tuple(map(tuple, spans)), blocked
 
 
 _BACKWARD_KINDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
@@ -99,9 +84,15 @@ def check_schedule(schedule: Schedule) -> None:
     _check_compute(schedule)
     _check_transfers(schedule)
     _check_order(schedule)
-    blocked = execute(schedule, lambda _: 0.0).blocked
+    _, blocked = execute(schedule, lambda _: 0.0)
     if blocked:
-        raise ValueError(f"schedule {schedule.name!r} never ends: {_describe(schedule, blocked)}")
+        descriptions = []
+        for rank, (action, needed) in sorted(blocked.items()):
+            other = schedule.stage_ranks[needed.stage]
+            descriptions.append(
+                f"rank {rank} waits at {action} for {needed}, which comes on rank {other} after {blocked[other][0]}"
+            )
+        raise ValueError(f"schedule {schedule.name!r} never ends: {'; '.join(descriptions)}")
 
 
 def _check_sizes(schedule: Schedule) -> None:
@@ -127,43 +118,41 @@ def _check_positions(schedule: Schedule, rank: int, actions: Sequence[Action]) -
                 schedule, f"rank {rank} has {action}, and it has {counted(schedule.num_microbatches, 'microbatch')}"
             )
         if schedule.stage_ranks[action.stage] != rank:
-            local_stage = schedule.stage_ranks[action.stage]
-            raise _error(schedule, f"rank {rank} has {action}, and stage {action.stage} is on rank {local_stage}")
+            owner = schedule.stage_ranks[action.stage]
+            raise _error(schedule, f"rank {rank} has {action}, and stage {action.stage} is on rank {owner}")
     for action, count in Counter(actions).items():
         if count > 1:
             raise _error(schedule, f"rank {rank} has {action} {counted(count, 'time')}; once is right")
 
 
 def _check_compute(schedule: Schedule) -> None:
+    """Check that there is each forward, and either the whole backward or both of its halves."""
     found = {action for actions in schedule.actions for action in actions}
     has_backward = any(action.kind in _BACKWARD_KINDS for action in found)
     for stage, rank in enumerate(schedule.stage_ranks):
         for microbatch in range(schedule.num_microbatches):
             if Action(ActionKind.FORWARD, stage, microbatch) not in found:
                 raise _error(schedule, f"rank {rank} lacks {Action(ActionKind.FORWARD, stage, microbatch)}")
-            if has_backward:
-                _check_backward(schedule, found, stage, microbatch)
-
-
-def _check_backward(schedule: Schedule, found: set[Action], stage: int, microbatch: int) -> None:
-    """Check that there is either a whole backward or both of its halves."""
-    whole, inputs, weights = (Action(kind, stage, microbatch) for kind in _BACKWARD_KINDS)
-    rank = schedule.stage_ranks[stage]
-    parts = [part for part in (inputs, weights) if part in found]
-    if whole in found and parts:
-        raise _error(schedule, f"rank {rank} has {whole} and also {parts[0]}, which is a part of it")
-    if whole in found or len(parts) == 2:
-        return
-    if parts:
-        raise _error(schedule, f"rank {rank} has {parts[0]} but lacks {weights if parts[0] == inputs else inputs}")
-    raise _error(schedule, f"rank {rank} lacks {whole}, or {inputs} and {weights}")
+            if not has_backward:
+                continue
+            whole, inputs, weights = (Action(kind, stage, microbatch) for kind in _BACKWARD_KINDS)
+            halves = [half for half in (inputs, weights) if half in found]
+            if whole in found and halves:
+                raise _error(schedule, f"rank {rank} has {whole} and also {halves[0]}, which is a part of it")
+            if whole in found or len(halves) == 2:
+                continue
+            if halves:
+                other = weights if halves[0] == inputs else inputs
+                raise _error(schedule, f"rank {rank} has {halves[0]} but lacks {other}")
+            raise _error(schedule, f"rank {rank} lacks {whole}, or {inputs} and {weights}")
 
 
 def _check_transfers(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.actions):
         # In their order, which dict keys preserve.
         found = {action: None for action in actions if not action.kind.is_compute}
-        wanted = dict.fromkeys(_transfers(schedule, actions))
+        transfers = (find(schedule, action) for action in actions for find in (receive_for, send_after))
+        wanted = dict.fromkeys(transfer for transfer in transfers if transfer is not None)
         missing = [transfer for transfer in wanted if transfer not in found]
         excess = [transfer for transfer in found if transfer not in wanted]
         if missing:
@@ -171,14 +160,6 @@ def _check_transfers(schedule: Schedule) -> None:
             raise _error(schedule, f"rank {rank} lacks {missing[0]}: {_reason(schedule, missing[0])}{advice}")
         if excess:
             raise _error(schedule, f"rank {rank} has {excess[0]}, but {_reason(schedule, excess[0])}")
-
-
-def _transfers(schedule: Schedule, actions: Iterable[Action]) -> Iterable[Action]:
-    """The sends and receives of a rank's compute actions."""
-    for action in actions:
-        for transfer in (receive_for(schedule, action), send_after(schedule, action)):
-            if transfer is not None:
-                yield transfer
 
 
 def _reason(schedule: Schedule, transfer: Action) -> str:
@@ -207,18 +188,6 @@ def _check_order(schedule: Schedule) -> None:
                 if schedule.stage_ranks[needed.stage] == rank and needed not in done:
                     raise _error(schedule, f"rank {rank} has {action} before {needed}, which has to come first")
             done.add(action)
-
-
-def _describe(schedule: Schedule, blocked: Sequence[BlockedRank]) -> str:
-    stuck_at = {wait.rank: wait.action for wait in blocked}
-    descriptions = []
-    for wait in blocked:
-        rank = schedule.stage_ranks[wait.needed.stage]
-        descriptions.append(
-            f"rank {wait.rank} waits at {wait.action} for {wait.needed}, which comes on rank {rank} after"
-            f" {stuck_at[rank]}"
-        )
-    return "; ".join(descriptions)
 
 
 def _error(schedule: Schedule, problem: str) -> ValueError:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ferrodist.installation import how_to_install
-from ferrodist.parallel.pipeline.schedule.ir import ActionKind
-from ferrodist.parallel.pipeline.schedule.timeline import Timeline, predict
+from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind, Schedule
+from ferrodist.parallel.pipeline.schedule.timeline import Costs, Timeline, predict
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from ferrodist.parallel.pipeline.schedule.ir import Schedule
-    from ferrodist.parallel.pipeline.schedule.timeline import Costs
     from ferrodist.parallel.pipeline.schedule.validate import Span
 
 _NAMES = {
@@ -33,15 +31,12 @@ _COLOURS = {
     ActionKind.BACKWARD_INPUT: (0.75, 0.22, 0.27),
     ActionKind.BACKWARD_WEIGHT: (0.22, 0.52, 0.29),
 }
-_PALEST = 0.55
-"""Share of white in the colours of a rank's last stage."""
+_PALEST = 0.55  # share of white in the colours of a rank's last stage
 
-_MOST_PARTS = 20
-"""Largest number of columns of the shortest action, tried so that all actions have whole numbers of columns."""
+_MOST_PARTS = 20  # most columns of the shortest action, tried so that all actions have whole numbers of them
 _MOST_COLUMNS, _MOST_COLUMNS_FOR_AN_ACTION = 1000, 20
 """Width limit of a drawing: the first, or the second for each action of a rank if that is more."""
-_TOLERANCE = 1e-6
-"""Rounding error of sums of costs, in columns."""
+_TOLERANCE = 1e-6  # rounding error of sums of costs, in columns
 
 
 def draw_text(drawn: Schedule | Timeline, costs: Costs | None = None, *, unit: float | None = None) -> str:
@@ -67,21 +62,30 @@ def draw_text(drawn: Schedule | Timeline, costs: Costs | None = None, *, unit: f
     elif not unit > 0:
         raise ValueError(f"unit must be greater than 0, not {unit}")
     with_stages = any(len(stages) > 1 for stages in schedule.rank_stages)
-    rows = [[_Cell(span, unit, with_stages=with_stages) for span in spans] for spans in timeline.spans]
-    width = max((cell.wanted_width for cells in rows for cell in cells if cell.num_columns), default=1)
-    num_columns = _column(timeline.duration, unit)
-    heads = [f"rank {rank}" for rank in range(schedule.num_ranks)]
-    lines = [
-        f"{head:<{len(heads[-1])}} | {_draw_row(cells, num_columns, width)}"
-        for head, cells in zip(heads, rows, strict=True)
+    rows = [
+        [
+            _Cell(_label(span.action, with_stages=with_stages), _column(span.start, unit), _column(span.stop, unit))
+            for span in spans
+        ]
+        for spans in timeline.spans
     ]
+    # Characters of a column, in which each label and a space after it have room.
+    widths = (-(-(len(label) + 1) // (stop - start)) for cells in rows for label, start, stop in cells if start < stop)
+    width = max(widths, default=1)
+    num_columns = _column(timeline.duration, unit)
+    title_width = len(f"rank {schedule.num_ranks - 1}")
+    lines = [
+        f"{f'rank {rank}':<{title_width}} | {_draw_row(cells, num_columns, width)}" for rank, cells in enumerate(rows)
+    ]
+    left_out = sum(start == stop for cells in rows for _, start, stop in cells)
+    rounding = "" if _fits(timeline, unit) else "; beginnings and ends are rounded"
     microbatches = counted(schedule.num_microbatches, "microbatch")
     sizes = f"{counted(schedule.num_ranks, 'rank')}, {counted(schedule.num_stages, 'stage')}, {microbatches}"
     lines = [
         f"{schedule.name}: {sizes}",
         *lines,
         _describe_cells(timeline, with_stages=with_stages),
-        _describe_columns(unit, rows, rounded=not _fits(timeline, unit)),
+        f"a column is {unit:g}{rounding}{f'; actions too short to be seen: {left_out}' if left_out else ''}",
         f"duration {timeline.duration:g}, bubble fraction {timeline.bubble_fraction:.1%}",
     ]
     return "".join(f"{line.rstrip()}\n" for line in lines)
@@ -143,34 +147,29 @@ def _lengths(timeline: Timeline) -> list[float]:
     return [span.stop - span.start for spans in timeline.spans for span in spans if span.stop > span.start]
 
 
-class _Cell:
-    """An action in a row of text."""
+class _Cell(NamedTuple):
+    """An action in a row of text, between two columns."""
 
-    __slots__ = ("label", "num_columns", "start")
-
-    def __init__(self, span: Span, unit: float, *, with_stages: bool) -> None:
-        stage = f"{span.action.stage}." if with_stages else ""
-        self.label = f"{_message(span.action.kind)}{stage}{span.action.microbatch}"
-        self.start = _column(span.start, unit)
-        self.num_columns = _column(span.stop, unit) - self.start
-
-    @property
-    def wanted_width(self) -> int:
-        """Characters that a column needs for the label and a space after it."""
-        return -(-(len(self.label) + 1) // self.num_columns)
+    label: str
+    start: int
+    stop: int
 
 
-def _message(kind: ActionKind) -> str:
+def _letter(kind: ActionKind) -> str:
     return "" if kind is ActionKind.FORWARD else kind.value
+
+
+def _label(action: Action, *, with_stages: bool) -> str:
+    return f"{_letter(action.kind)}{f'{action.stage}.' if with_stages else ''}{action.microbatch}"
 
 
 def _draw_row(cells: Sequence[_Cell], num_columns: int, width: int) -> str:
     row, column = "", 0
-    for cell in cells:
-        if cell.num_columns:
-            row += ".".ljust(width) * (cell.start - column)
-            row += cell.label.ljust(cell.num_columns * width - 1, "-") + " "
-            column = cell.start + cell.num_columns
+    for label, start, stop in cells:
+        if start < stop:
+            row += ".".ljust(width) * (start - column)
+            row += label.ljust((stop - start) * width - 1, "-") + " "
+            column = stop
     return row + ".".ljust(width) * (num_columns - column)
 
 
@@ -197,22 +196,10 @@ def _fits(timeline: Timeline, unit: float) -> bool:
 
 
 def _describe_cells(timeline: Timeline, *, with_stages: bool) -> str:
-    """The legend of the kinds in the drawing."""
     kinds = {span.action.kind for spans in timeline.spans for span in spans}
-    local_stage, words = ("s.m", "stage s, microbatch m") if with_stages else ("m", "microbatch m")
-    marks = [f"{_message(kind)}{local_stage} {name}" for kind, name in _NAMES.items() if kind in kinds]
+    indices, words = ("s.m", "stage s, microbatch m") if with_stages else ("m", "microbatch m")
+    marks = [f"{_letter(kind)}{indices} {name}" for kind, name in _NAMES.items() if kind in kinds]
     return f"{', '.join(marks)} of {words}; . idle"
-
-
-def _describe_columns(unit: float, rows: Sequence[Sequence[_Cell]], *, rounded: bool) -> str:
-    left_out = sum(not cell.num_columns for cells in rows for cell in cells)
-    return "".join(
-        (
-            f"a column is {unit:g}",
-            "; beginnings and ends are rounded" if rounded else "",
-            f"; actions too short to be seen: {left_out}" if left_out else "",
-        )
-    )
 
 
 def _plot_boxes(axes: Axes, timeline: Timeline, points: float) -> None:
@@ -239,12 +226,11 @@ def _plot_boxes(axes: Axes, timeline: Timeline, points: float) -> None:
             label=None if kind in named else _NAMES[kind],
         )
         named.add(kind)
+        colour = "black" if paleness > _PALEST / 2 else "white"
         for rank, span in found:
-            _plot_number(axes, rank, span, points, "black" if paleness > _PALEST / 2 else "white")
-
-
-def _plot_number(axes: Axes, rank: int, span: Span, points: float, colour: str) -> None:
-    number = str(span.action.microbatch)
-    size = min(9.0, (span.stop - span.start) * points / (0.75 * len(number)))
-    if size >= 3:  # smaller ones are illegible
-        axes.text((span.start + span.stop) / 2, rank, number, ha="center", va="center", color=colour, fontsize=size)
+            index = str(span.action.microbatch)
+            size = min(9.0, (span.stop - span.start) * points / (0.75 * len(index)))
+            if size >= 3:  # smaller ones are illegible
+                axes.text(
+                    (span.start + span.stop) / 2, rank, index, ha="center", va="center", color=colour, fontsize=size
+                )

@@ -18,14 +18,7 @@ Both are built for those numbers of microbatches at least; see [Note: fewer micr
 ranks wait for part of the difference; a schedule made for measured times, as in the papers, can do with less.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from ferrodist.parallel.pipeline.schedule.ir import repeat
-
-if TYPE_CHECKING:
-    from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot
+from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, repeat
 
 
 def zero_bubble_h1(size: PipelineSize, rank: int) -> list[Slot]:

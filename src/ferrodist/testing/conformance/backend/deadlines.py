@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
+from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.tags import ANY_SOURCE
@@ -12,23 +13,25 @@ from ferrodist.testing.conformance.backend.harness import (
     LARGE,
     SLACK_SECONDS,
     TIMEOUT,
-    RankRunner,
-    backend_check,
+    as_runner,
     check_bytes,
     check_deadline,
     error_key,
     error_of,
     make_counter,
+    make_number,
     make_signal,
     pattern,
     rank_check,
     receive,
 )
-from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
+    from multiprocessing.synchronize import Event, Semaphore
+
     from ferrodist.backends.base import Backend
-    from ferrodist.testing.conformance.backend.harness import BackendCheck
+    from ferrodist.testing.conformance.backend.harness import BackendUnderTest
 
 _REPORT_SECONDS = 0.5  # seconds past its deadline that a rank may wait for the names of the stragglers
 
@@ -40,11 +43,8 @@ def a_receive_keeps_its_deadline(group: Backend) -> None:
     for timeout in (0.0, 0.1, 0.3):
         for src in (peer, ANY_SOURCE):
             with check_deadline(timeout, "recv"):
-                error = error_of(
-                    DistributedTimeoutError,
-                    lambda src=src, t=timeout: group.recv(bytearray(1), src, timeout=t),  # type: ignore[misc]
-                    "a recv of nothing",
-                )
+                recv = partial(group.recv, bytearray(1), src, timeout=timeout)
+                error = error_of(DistributedTimeoutError, recv, "a recv of nothing")
             expected = (peer,) if src == peer else ()
             assert error.ranks == expected, f"recv from {src} timed out and named ranks {error.ranks}"
 
@@ -57,11 +57,8 @@ def a_receive_in_vain_leaves_the_group_good(group: Backend) -> None:
             receive(group, 0, 2, tag=1)
             group.send(pattern(size), 0, timeout=TIMEOUT)
         elif group.rank == 0:
-            error_of(
-                DistributedTimeoutError,
-                lambda size=size: group.recv(bytearray(size), 1, timeout=0.05),  # type: ignore[misc]
-                "a recv of nothing",
-            )
+            recv = partial(group.recv, bytearray(size), 1, timeout=0.05)
+            error_of(DistributedTimeoutError, recv, "a recv of nothing")
             assert group.failure is None, f"a recv in vain has failed the group: {group.failure}"
             group.send(b"go", 1, tag=1, timeout=TIMEOUT)
             check_bytes(receive(group, 1, size), pattern(size), "the message after a recv in vain")
@@ -96,88 +93,63 @@ def a_send_in_vain_is_not_received(group: Backend) -> None:
             check_bytes(receive(group, 0, LARGE), pattern(LARGE, seed=seed), what)
 
 
-@backend_check()
-def nobody_leaves_a_barrier_early(runner: RankRunner, world_size: int) -> None:
+@rank_check(make_signal, make_counter, cases=lambda world_size: product(range(world_size)))
+def nobody_leaves_a_barrier_early(group: Backend, left: Event, at_the_door: Semaphore, last: int) -> None:
     """No rank leaves `barrier` before the last has entered it."""
-    for last in range(world_size):
-        _one_last_rank(runner, world_size, last)
+    if group.rank == last:
+        for _ in range(group.world_size - 1):
+            assert at_the_door.acquire(timeout=TIMEOUT), "a rank did not come to the barrier"
+        # A barrier that lets ranks through sets the signal at once; a good one never does.
+        assert not left.wait(0.1), f"a rank left the barrier before rank {last} called it"
+    else:
+        at_the_door.release()
+    group.barrier(timeout=TIMEOUT)
+    left.set()
 
 
-def _one_last_rank(runner: RankRunner, world_size: int, last: int) -> None:
-    left = make_signal()
-    at_the_door = make_counter()
-
-    def program(group: Backend) -> None:
-        if group.rank == last:
-            for _ in range(world_size - 1):
-                assert at_the_door.acquire(timeout=TIMEOUT), "a rank did not come to the barrier"
-            # A barrier that lets ranks through sets the signal at once; a good one never does.
-            assert not left.wait(0.1), f"a rank left the barrier before rank {last} called it"
-        else:
-            at_the_door.release()
-        group.barrier(timeout=TIMEOUT)
-        left.set()
-
-    runner.run(world_size, program)
-
-
-@backend_check()
-def barriers_follow_each_other(runner: RankRunner, world_size: int) -> None:
+@rank_check(make_number)
+def barriers_follow_each_other(group: Backend, entered: Synchronized[float]) -> None:
     """In each of many consecutive barriers, a rank leaves only when all have entered."""
-    rounds = 50
-    entered = multiprocessing.get_context("fork").Value("q", 0)
-
-    def program(group: Backend) -> None:
-        for i in range(rounds):
-            with entered.get_lock():
-                entered.value += 1
-            group.barrier(timeout=TIMEOUT)
-            count = entered.value
-            assert count >= world_size * (i + 1), f"out of barrier {i} when {count} of {world_size * (i + 1)} were in"
-
-    runner.run(world_size, program)
+    for i in range(50):
+        with entered.get_lock():
+            entered.value += 1
+        group.barrier(timeout=TIMEOUT)
+        count, needed = entered.value, group.world_size * (i + 1)
+        assert count >= needed, f"out of barrier {i} when {count:g} of {needed} were in"
 
 
-@backend_check(min_ranks=3)
-def a_late_rank_is_named_by_all(runner: RankRunner, world_size: int) -> None:
+def a_late_rank_is_named_by_all(backend: BackendUnderTest, world_size: int = 3) -> None:
     """When a rank does not enter a barrier, the errors of all ranks name it, whichever deadline expires first.
 
     The late rank gets the same error when it comes.
     """
+    world_size = max(world_size, 3)
     for late in sorted({0, 1, world_size - 1}):
         others = [rank for rank in range(world_size) if rank != late]
         for hasty in (others[0], others[-1]):
-            _one_late_rank(runner, world_size, late, hasty)
+            program = partial(_barrier_with_one_late, make_counter(), late, hasty)
+            errors = as_runner(backend).run(world_size, program)
+            for rank, error in enumerate(errors):
+                assert error.ranks == (late,), f"rank {late} was late, rank {rank} names {error.ranks}: {error}"
+                assert error_key(error) == error_key(errors[hasty]), f"rank {rank} differs from rank {hasty}: {error!r}"
 
 
-def _one_late_rank(runner: RankRunner, world_size: int, late: int, hasty: int) -> None:
-    timeout = 0.2
-    given_up = make_counter()
-
-    def program(group: Backend) -> DistributedError:
-        if group.rank == late:
-            for _ in range(world_size - 1):
-                assert given_up.acquire(timeout=TIMEOUT), "a rank still waits in the barrier"
-            return error_of(DistributedTimeoutError, lambda: group.barrier(timeout=TIMEOUT), "the late rank's barrier")
-        start = time.monotonic()
-        limit = timeout if group.rank == hasty else TIMEOUT
-        try:
-            error = error_of(
-                DistributedTimeoutError, lambda: group.barrier(timeout=limit), "a barrier without all ranks"
-            )
-        finally:
-            given_up.release()
-        elapsed = time.monotonic() - start
-        assert elapsed < timeout + _REPORT_SECONDS + SLACK_SECONDS, (
-            f"rank {hasty} gave up, this one took {elapsed:.1f} s"
-        )
-        assert group.failure is not None, "a barrier that failed fails the group"
-        return error
-
-    errors = runner.run(world_size, program)
-    for rank, error in enumerate(errors):
-        assert error.ranks == (late,), f"rank {late} was late, rank {rank} names {error.ranks}: {error}"
-        assert error_key(error) == error_key(errors[hasty]), f"rank {rank} differs from rank {hasty}: {error!r}"
+def _barrier_with_one_late(given_up: Semaphore, late: int, hasty: int, group: Backend) -> DistributedError:
+    """A barrier in which ``hasty`` has the shortest timeout; ``late`` enters it when all others have given up."""
+    if group.rank == late:
+        for _ in range(group.world_size - 1):
+            assert given_up.acquire(timeout=TIMEOUT), "a rank still waits in the barrier"
+        return error_of(DistributedTimeoutError, lambda: group.barrier(timeout=TIMEOUT), "the late rank's barrier")
+    timeout, start = 0.2, time.monotonic()
+    barrier = partial(group.barrier, timeout=timeout if group.rank == hasty else TIMEOUT)
+    try:
+        error = error_of(DistributedTimeoutError, barrier, "a barrier without all ranks")
+    finally:
+        given_up.release()
+    elapsed = time.monotonic() - start
+    assert elapsed < timeout + _REPORT_SECONDS + SLACK_SECONDS, f"rank {hasty} gave up, this one took {elapsed:.1f} s"
+    assert group.failure is not None, "a barrier that failed fails the group"
+    return error
 
 
 @rank_check(min_ranks=3)
@@ -186,6 +158,3 @@ def several_late_ranks_are_all_named(group: Backend) -> None:
     if group.rank == 0:
         error = error_of(DistributedTimeoutError, lambda: group.barrier(timeout=0.1), "a barrier alone")
         assert error.ranks == tuple(range(1, group.world_size)), f"late ranks as named by rank 0: {error.ranks}"
-
-
-CHECKS: tuple[BackendCheck, ...] = public_functions(__name__)

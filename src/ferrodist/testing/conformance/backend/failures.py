@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.tags import ANY_SOURCE
@@ -24,9 +25,7 @@ from ferrodist.errors import (
 from ferrodist.testing.conformance.backend.harness import (
     LARGE,
     TIMEOUT,
-    RankRunner,
     await_ranks,
-    backend_check,
     check_bytes,
     error_key,
     error_of,
@@ -37,193 +36,152 @@ from ferrodist.testing.conformance.backend.harness import (
     in_wait,
     let_others_block,
     make_counter,
+    make_number,
     make_signal,
     pattern,
     rank_check,
     receive,
-    transfer_error,
 )
-from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.sharedctypes import Synchronized
+    from multiprocessing.synchronize import Event, Semaphore
 
     from ferrodist.backends.base import Backend
-    from ferrodist.testing.conformance.backend.harness import BackendCheck
 
 _DETECTION_SECONDS = 1.0  # seconds within which a rank must detect that another has left
 
 _CLOSE_SECONDS = 0.5  # the timeout of a close while other ranks stay: rank 0 of a star goes on serving them that long
 
 
-@backend_check()
-def an_abort_wakes_every_rank(runner: RankRunner, world_size: int) -> None:
+@rank_check(
+    make_counter,
+    cases=lambda world_size: product((0, world_size - 1), (in_recv, in_recv_of_any, in_wait, in_send, in_barrier)),
+)
+def an_abort_wakes_every_rank(
+    group: Backend, ready: Semaphore, aborter: int, wait: Callable[[Backend, int], None]
+) -> None:
     """`abort` makes every rank that waits in a call raise `GroupAbortedError` with the aborting rank and the reason."""
-    for aborter in (0, world_size - 1):
-        for wait in (in_recv, in_recv_of_any, in_wait, in_send, in_barrier):
-            _one_abort(runner, world_size, aborter, wait)
-
-
-def _one_abort(runner: RankRunner, world_size: int, aborter: int, wait: Callable[[Backend, int], None]) -> None:
-    where = wait.__name__.removeprefix("in_")
-    ready = make_counter()
-
-    def program(group: Backend) -> DistributedError:
-        if group.rank != aborter:
-            ready.release()
-            return error_of(GroupAbortedError, lambda: wait(group, aborter), f"{where}, when rank {aborter} aborts,")
-        await_ranks(ready, world_size - 1)
-        let_others_block(group, (aborter + 1) % world_size)
+    if group.rank == aborter:
+        await_ranks(ready, group.world_size - 1)
+        peer, what = (aborter + 1) % group.world_size, "a call after abort"
+        let_others_block(group, peer)
         group.abort("the reason given")
-        return error_of(GroupAbortedError, lambda: wait(group, (aborter + 1) % world_size), "a call after abort")
-
-    for rank, error in enumerate(runner.run(world_size, program)):
-        assert error.ranks == (aborter,), f"rank {aborter} aborted, rank {rank} names {error.ranks}"
-        assert "the reason given" in str(error), f"rank {rank} does not say why the group was aborted: {error}"
-
-
-@backend_check()
-def a_failed_group_stays_failed(runner: RankRunner, world_size: int) -> None:
-    """After an abort every call raises the same error on every rank; the first abort is the one that counts."""
-    ready, aborted = make_counter(), make_signal()
-
-    def program(group: Backend) -> list[DistributedError]:
+    else:
         ready.release()
-        if group.rank == 1:
-            await_ranks(ready, world_size)
-            group.abort("the first reason")
-            aborted.set()
-        else:
-            assert aborted.wait(TIMEOUT), "the abort did not return"
-        peer = (group.rank + 1) % world_size
-        first = error_of(GroupAbortedError, lambda: in_recv(group, peer), "recv after abort")
-        group.abort("the second reason")
-        group.abort(PeerLostError("a third reason", ranks=(0,)))
-        errors = [first, *_errors_of_all_calls(group, peer, GroupAbortedError)]
-        assert group.failure is not None, "an aborted group has no failure"
-        return [*errors, group.failure]
-
-    for rank, errors in enumerate(runner.run(world_size, program)):
-        assert "the first reason" in str(errors[0]), f"rank {rank} says: {errors[0]}"
-        for error in errors:
-            assert error_key(error) == error_key(errors[0]), f"rank {rank} raised {errors[0]!r}, then {error!r}"
+        peer, what = aborter, f"{wait.__name__.removeprefix('in_')}, when rank {aborter} aborts,"
+    error = error_of(GroupAbortedError, lambda: wait(group, peer), what)
+    assert error.ranks == (aborter,), f"rank {aborter} aborted, rank {group.rank} names {error.ranks}"
+    assert "the reason given" in str(error), f"rank {group.rank} does not say why the group was aborted: {error}"
 
 
-@backend_check()
-def an_abort_with_an_error_raises_it(runner: RankRunner, world_size: int) -> None:
+@rank_check(make_counter, make_signal)
+def a_failed_group_stays_failed(group: Backend, ready: Semaphore, aborted: Event) -> None:
+    """After an abort every call raises the same error on every rank; the first abort is the one that counts."""
+    ready.release()
+    if group.rank == 1:
+        await_ranks(ready, group.world_size)
+        group.abort("the first reason")
+        aborted.set()
+    else:
+        assert aborted.wait(TIMEOUT), "the abort did not return"
+    peer = (group.rank + 1) % group.world_size
+    first = error_of(GroupAbortedError, lambda: in_recv(group, peer), "recv after abort")
+    assert "the first reason" in str(first), f"rank {group.rank} says: {first}"
+    group.abort("the second reason")
+    group.abort(PeerLostError("a third reason", ranks=(0,)))
+    errors = _errors_of_all_calls(group, peer, GroupAbortedError)
+    assert group.failure is not None, "an aborted group has no failure"
+    for error in (*errors, group.failure):
+        assert error_key(error) == error_key(first), f"rank {group.rank} raised {first!r}, then {error!r}"
+
+
+@rank_check(make_counter)
+def an_abort_with_an_error_raises_it(group: Backend, ready: Semaphore) -> None:
     """`abort(error)` makes every rank raise an error of that class with the same message and ranks."""
     given = CollectiveMismatchError("the ranks disagree", ranks=(1,))
-    ready = make_counter()
-
-    def program(group: Backend) -> DistributedError:
-        ready.release()
-        if group.rank == world_size - 1:
-            await_ranks(ready, world_size)
-            group.abort(given)
-        return error_of(
-            CollectiveMismatchError, lambda: in_recv(group, (group.rank + 1) % world_size), "recv after abort"
-        )
-
-    for rank, error in enumerate(runner.run(world_size, program)):
-        assert error_key(error) == error_key(given), f"rank {rank} raised {error!r} in place of {given!r}"
+    ready.release()
+    if group.rank == group.world_size - 1:
+        await_ranks(ready, group.world_size)
+        group.abort(given)
+    recv = partial(in_recv, group, (group.rank + 1) % group.world_size)
+    error = error_of(CollectiveMismatchError, recv, "recv after abort")
+    assert error_key(error) == error_key(given), f"rank {group.rank} raised {error!r} in place of {given!r}"
 
 
-@backend_check()
-def a_closed_group_says_so(runner: RankRunner, world_size: int) -> None:
+@rank_check(cases=lambda _: product((False, True)))
+def a_closed_group_says_so(group: Backend, after_failure: bool) -> None:  # noqa: FBT001 - one of the check's cases
     """`close` may be called twice, also after a failure; every later call raises `GroupClosedError`."""
-
-    def program(group: Backend) -> None:
+    # A rank that is through may have ended the group.
+    with suppress(DistributedError) if after_failure else nullcontext():
         group.barrier(timeout=TIMEOUT)
-        group.close()
-        group.close()
-        _errors_of_all_calls(group, (group.rank + 1) % world_size, GroupClosedError)
-
-    def failed_program(group: Backend) -> None:
-        with suppress(DistributedError):  # a rank that is through may have ended the group
-            group.barrier(timeout=TIMEOUT)
+    if after_failure:
         group.abort("so that it is closed after a failure")
-        group.close()
-        group.close()
+    group.close()
+    group.close()
+    if not after_failure:
+        _errors_of_all_calls(group, (group.rank + 1) % group.world_size, GroupClosedError)
 
-    runner.run(world_size, program)
-    runner.run(world_size, failed_program)
 
-
-@backend_check()
-def a_rank_that_left_is_named(runner: RankRunner, world_size: int) -> None:
+@rank_check(
+    make_counter,
+    make_number,
+    cases=lambda world_size: product((0, world_size - 1), (in_recv, in_wait, in_send, in_barrier)),
+)
+def a_rank_that_left_is_named(
+    group: Backend, ready: Semaphore, left_at: Synchronized[float], leaver: int, wait: Callable[[Backend, int], None]
+) -> None:
     """A rank that waits for one that closes the group gets `PeerLostError` with its rank within a second."""
-    for leaver in (0, world_size - 1):
-        for wait in (in_recv, in_wait, in_send, in_barrier):
-            _one_departure(runner, world_size, leaver, wait)
+    if group.rank == leaver:
+        await_ranks(ready, group.world_size - 1)
+        let_others_block(group, (leaver + 1) % group.world_size)
+        left_at.value = time.monotonic()
+        group.close(timeout=_CLOSE_SECONDS)
+        return
+    ready.release()
+    what = f"{wait.__name__.removeprefix('in_')}, when rank {leaver} leaves,"
+    error = error_of(PeerLostError, lambda: wait(group, leaver), what)
+    elapsed = time.monotonic() - left_at.value
+    assert elapsed < _DETECTION_SECONDS, f"{what} took {elapsed:.2f} s to see it"
+    assert error.ranks == (leaver,), f"{what} names {error.ranks}: {error}"
+    again = error_of(PeerLostError, lambda: wait(group, leaver), f"a second {what}")
+    assert again.ranks == (leaver,), f"a second {what} names {again.ranks}: {again}"
 
 
-def _one_departure(runner: RankRunner, world_size: int, leaver: int, wait: Callable[[Backend, int], None]) -> None:
-    where = wait.__name__.removeprefix("in_")
-    ready = make_counter()
-    left_at = multiprocessing.get_context("fork").Value("d", 0.0)
-
-    def program(group: Backend) -> None:
-        if group.rank == leaver:
-            await_ranks(ready, world_size - 1)
-            let_others_block(group, (leaver + 1) % world_size)
-            left_at.value = time.monotonic()
-            group.close(timeout=_CLOSE_SECONDS)
-            return
-        ready.release()
-        what = f"{where}, when rank {leaver} leaves,"
-        error = error_of(PeerLostError, lambda: wait(group, leaver), what)
-        elapsed = time.monotonic() - left_at.value
-        assert elapsed < _DETECTION_SECONDS, f"{what} took {elapsed:.2f} s to see it"
-        assert error.ranks == (leaver,), f"{what} names {error.ranks}: {error}"
-        again = error_of(PeerLostError, lambda: wait(group, leaver), f"a second {what}")
-        assert again.ranks == (leaver,), f"a second {what} names {again.ranks}: {again}"
-
-    runner.run(world_size, program)
-
-
-@backend_check()
-def what_was_sent_before_close_arrives(runner: RankRunner, world_size: int) -> None:
+@rank_check(make_signal)
+def what_was_sent_before_close_arrives(group: Backend, closed: Event) -> None:
     """Messages whose `send` had returned are received after the sender closed the group; then comes `PeerLostError`."""
-    closed = make_signal()
-
-    def program(group: Backend) -> None:
-        if group.rank == 0:
-            for dst in range(1, world_size):
-                for i in range(10):
-                    group.send(pattern(1000, seed=i), dst, tag=i % 2, timeout=TIMEOUT)
-            for dst in range(1, world_size):
-                group.send(pattern(LARGE, seed=dst), dst, tag=2, timeout=TIMEOUT)
-            group.close(timeout=_CLOSE_SECONDS)
-            closed.set()
-            return
-        # The send of the large one may last until it is received, so it can't wait for the close.
-        check_bytes(receive(group, 0, LARGE, tag=2), pattern(LARGE, seed=group.rank), "a large message before close")
-        assert closed.wait(TIMEOUT), "close did not return"
-        for i in range(10):
-            check_bytes(receive(group, 0, 1000, tag=i % 2), pattern(1000, seed=i), f"message {i}, sent before close,")
-        error = error_of(PeerLostError, lambda: in_recv(group, 0), "recv of more than was sent before close")
-        assert error.ranks == (0,), f"rank 0 left, the error names {error.ranks}"
-
-    runner.run(world_size, program)
+    if group.rank == 0:
+        for dst in range(1, group.world_size):
+            for i in range(10):
+                group.send(pattern(1000, seed=i), dst, tag=i % 2, timeout=TIMEOUT)
+        for dst in range(1, group.world_size):
+            group.send(pattern(LARGE, seed=dst), dst, tag=2, timeout=TIMEOUT)
+        group.close(timeout=_CLOSE_SECONDS)
+        closed.set()
+        return
+    # The send of the large one may last until it is received, so it can't wait for the close.
+    check_bytes(receive(group, 0, LARGE, tag=2), pattern(LARGE, seed=group.rank), "a large message before close")
+    assert closed.wait(TIMEOUT), "close did not return"
+    for i in range(10):
+        check_bytes(receive(group, 0, 1000, tag=i % 2), pattern(1000, seed=i), f"message {i}, sent before close,")
+    error = error_of(PeerLostError, lambda: in_recv(group, 0), "recv of more than was sent before close")
+    assert error.ranks == (0,), f"rank 0 left, the error names {error.ranks}"
 
 
-@backend_check(min_ranks=3)
-def the_others_go_on_after_a_close(runner: RankRunner, world_size: int) -> None:
+@rank_check(make_signal, min_ranks=3)
+def the_others_go_on_after_a_close(group: Backend, closed: Event) -> None:
     """Ranks that don't wait for a rank that closed the group can go on exchanging messages."""
-    closed = make_signal()
-
-    def program(group: Backend) -> None:
-        last = world_size - 1
-        if group.rank == last:
-            group.close(timeout=_CLOSE_SECONDS)
-            closed.set()
-        elif group.rank == 0:
-            assert closed.wait(TIMEOUT), "close did not return"
-            group.send(pattern(LARGE), 1, timeout=TIMEOUT)
-        elif group.rank == 1:
-            check_bytes(receive(group, 0, LARGE), pattern(LARGE), f"between ranks 0 and 1, when rank {last} had left")
-
-    runner.run(world_size, program)
+    last = group.world_size - 1
+    if group.rank == last:
+        group.close(timeout=_CLOSE_SECONDS)
+        closed.set()
+    elif group.rank == 0:
+        assert closed.wait(TIMEOUT), "close did not return"
+        group.send(pattern(LARGE), 1, timeout=TIMEOUT)
+    elif group.rank == 1:
+        check_bytes(receive(group, 0, LARGE), pattern(LARGE), f"between ranks 0 and 1, when rank {last} had left")
 
 
 @rank_check()
@@ -258,52 +216,43 @@ def close_callbacks_run_last(group: Backend) -> None:
     assert len(errors) == 2, f"a close callback ran {len(errors) // 2} times"
 
 
-@backend_check()
-def errors_pickle(runner: RankRunner, world_size: int) -> None:
+@rank_check(make_counter)
+def errors_pickle(group: Backend, through: Semaphore) -> None:
     """Errors go through pickle with class, message and ranks."""
-    through = make_counter()
-
-    def program(group: Backend) -> None:
-        peer = (group.rank + 1) % world_size
-        sent = group.isend(b"12", peer)
-        errors: list[DistributedError] = [
-            error_of(InvalidRankError, lambda: group.send(b"", world_size), "send"),
-            error_of(SelfSendError, lambda: group.send(b"", group.rank), "send"),
-            error_of(DistributedTimeoutError, lambda: group.recv(bytearray(1), peer, tag=1, timeout=0), "recv"),
-            error_of(
-                SizeMismatchError,
-                lambda: group.recv(bytearray(1), (group.rank - 1) % world_size, timeout=TIMEOUT),
-                "recv",
-            ),
-        ]
-        receive(group, (group.rank - 1) % world_size, 2)
-        sent.wait(TIMEOUT)
-        through.release()
-        if group.rank == 0:
-            await_ranks(through, world_size)
-            group.abort("to see its error")
-        errors.append(error_of(GroupAbortedError, lambda: in_recv(group, peer), "recv after abort"))
-        group.close()
-        errors.append(error_of(GroupClosedError, lambda: in_recv(group, peer), "recv after close"))
-        for error in errors:
-            copy = pickle.loads(pickle.dumps(error))
-            assert error_key(copy) == error_key(error), f"{error!r} came out of pickle as {copy!r}"
-            assert str(error), f"{type(error).__name__} has no message"
-
-    runner.run(world_size, program)
+    dst, src = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
+    sent = group.isend(b"12", dst)
+    in_vain = partial(group.recv, bytearray(1), dst, tag=1, timeout=0)
+    too_short = partial(group.recv, bytearray(1), src, timeout=TIMEOUT)
+    errors: list[DistributedError] = [
+        error_of(InvalidRankError, lambda: group.send(b"", group.world_size), "send"),
+        error_of(SelfSendError, lambda: group.send(b"", group.rank), "send"),
+        error_of(DistributedTimeoutError, in_vain, "recv"),
+        error_of(SizeMismatchError, too_short, "recv"),
+    ]
+    receive(group, src, 2)
+    sent.wait(TIMEOUT)
+    through.release()
+    if group.rank == 0:
+        await_ranks(through, group.world_size)
+        group.abort("to see its error")
+    errors.append(error_of(GroupAbortedError, lambda: in_recv(group, dst), "recv after abort"))
+    group.close()
+    errors.append(error_of(GroupClosedError, lambda: in_recv(group, dst), "recv after close"))
+    for error in errors:
+        copy = pickle.loads(pickle.dumps(error))
+        assert error_key(copy) == error_key(error), f"{error!r} came out of pickle as {copy!r}"
+        assert str(error), f"{type(error).__name__} has no message"
 
 
 def _errors_of_all_calls(group: Backend, peer: int, kind: type[DistributedError]) -> list[DistributedError]:
+    calls: dict[str, Callable[[], object]] = {
+        "send": partial(group.send, b"", peer, timeout=TIMEOUT),
+        "a large send": partial(group.send, bytes(LARGE), peer, timeout=TIMEOUT),
+        "recv": partial(group.recv, bytearray(1), peer, timeout=TIMEOUT),
+        "recv of any": partial(group.recv, bytearray(1), ANY_SOURCE, timeout=TIMEOUT),
+        "barrier": partial(group.barrier, timeout=TIMEOUT),
+        "isend": lambda: group.isend(b"x", peer).wait(TIMEOUT),
+        "irecv": lambda: group.irecv(bytearray(1), peer).wait(TIMEOUT),
+    }
     what = f"on a group that has failed with {kind.__name__}"
-    return [
-        error_of(kind, lambda: group.send(b"", peer, timeout=TIMEOUT), f"send {what}"),
-        error_of(kind, lambda: group.send(bytes(LARGE), peer, timeout=TIMEOUT), f"a large send {what}"),
-        error_of(kind, lambda: group.recv(bytearray(1), peer, timeout=TIMEOUT), f"recv {what}"),
-        error_of(kind, lambda: group.recv(bytearray(1), ANY_SOURCE, timeout=TIMEOUT), f"recv of any {what}"),
-        error_of(kind, lambda: group.barrier(timeout=TIMEOUT), f"barrier {what}"),
-        transfer_error(kind, lambda: group.isend(b"x", peer), f"isend {what}"),
-        transfer_error(kind, lambda: group.irecv(bytearray(1), peer), f"irecv {what}"),
-    ]
-
-
-CHECKS: tuple[BackendCheck, ...] = public_functions(__name__)
+    return [error_of(kind, call, f"{name} {what}") for name, call in calls.items()]

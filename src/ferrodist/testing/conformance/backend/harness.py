@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from ferrodist.backends.tags import ANY_SOURCE
@@ -17,11 +18,11 @@ from ferrodist.errors import DistributedError, DistributedTimeoutError
 from ferrodist.testing.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+    from multiprocessing.sharedctypes import Synchronized
     from multiprocessing.synchronize import Event, Semaphore
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import Request
     from ferrodist.testing.ranks import BackendFactory
 
     BackendUnderTest: TypeAlias = BackendFactory | "RankRunner"
@@ -48,46 +49,31 @@ class RankRunner(Protocol):
         """
 
 
-class _FactoryRunner:
-    """A runner of ranks that are threads, over a user's factory."""
-
-    def __init__(self, factory: BackendFactory) -> None:
-        self._factory = factory
-
-    def run(self, world_size: int, fn: Callable[[Backend], Any]) -> list[Any]:
-        return run_ranks(fn, world_size, backend=self._factory, timeout=_RUN_SECONDS)
-
-
 def as_runner(backend: BackendUnderTest) -> RankRunner:
     """A runner for ``backend``: itself if it has ``run``, else `run_ranks` with it as the factory."""
     if hasattr(backend, "run"):
         return backend
-    return _FactoryRunner(backend)
+    run = functools.partial(run_ranks, backend=backend, timeout=_RUN_SECONDS)
+    return SimpleNamespace(run=lambda world_size, fn: run(fn, world_size))
 
 
-def backend_check(*, min_ranks: int = 2) -> Callable[[Callable[[RankRunner, int], None]], BackendCheck]:
-    """Decorate a function of a runner and a world size as a check.
+def rank_check(
+    *shared: Callable[[], object], min_ranks: int = 2, cases: Callable[[int], Iterable[Iterable[Any]]] | None = None
+) -> Callable[[Callable[..., None]], BackendCheck]:
+    """Decorate a program of a rank as a check: it runs on every rank of a group, of a fresh one for each case.
 
-    The check takes a factory or a runner, and a world size, which is raised to ``min_ranks``.
+    The program takes the group; an object from each of the functions ``shared``, one for all ranks; and the values of a
+    case, of which ``cases`` makes those for a world size. The check takes a factory or a runner, and a world size,
+    which is raised to ``min_ranks``.
     """
 
-    def decorate(body: Callable[[RankRunner, int], None]) -> BackendCheck:
-        @functools.wraps(body)
-        def check(backend: BackendUnderTest, world_size: int = 3) -> None:
-            body(as_runner(backend), max(world_size, min_ranks))
-
-        return check
-
-    return decorate
-
-
-def rank_check(*, min_ranks: int = 2) -> Callable[[Callable[[Backend], None]], BackendCheck]:
-    """Decorate a program of a rank as a check: it runs on every rank of one group. See `backend_check`."""
-
-    def decorate(program: Callable[[Backend], None]) -> BackendCheck:
+    def decorate(program: Callable[..., None]) -> BackendCheck:
         @functools.wraps(program)
         def check(backend: BackendUnderTest, world_size: int = 3) -> None:
-            as_runner(backend).run(max(world_size, min_ranks), program)
+            runner, size = as_runner(backend), max(world_size, min_ranks)
+            for case in [()] if cases is None else cases(size):
+                made = [make() for make in shared]
+                runner.run(size, lambda group: program(group, *made, *case))  # noqa: B023 - called at once
 
         return check
 
@@ -102,6 +88,11 @@ def make_signal() -> Event:
 def make_counter() -> Semaphore:
     """A semaphore that starts at 0, for threads or processes forked later."""
     return multiprocessing.get_context("fork").Semaphore(0)
+
+
+def make_number() -> Synchronized[float]:
+    """A number that starts at 0, for threads or processes forked later."""
+    return multiprocessing.get_context("fork").Value("d", 0.0)
 
 
 def await_ranks(ready: Semaphore, num_ranks: int) -> None:
@@ -171,11 +162,6 @@ def error_of(kind: type[_ERROR] | tuple[type[_ERROR], ...], call: Callable[[], o
     raise AssertionError(f"{what} must raise {names}; it returned {result!r}")
 
 
-def transfer_error(kind: type[_ERROR] | tuple[type[_ERROR], ...], start: Callable[[], Request], what: str) -> _ERROR:
-    """Return the error of a transfer, raised where it is started or where it is waited for."""
-    return error_of(kind, lambda: start().wait(TIMEOUT), what)
-
-
 def error_key(error: DistributedError) -> tuple[str, str, tuple[int, ...]]:
     """The fields that are equal when two ranks raise the same error."""
     return type(error).__name__, error.message, error.ranks
@@ -199,8 +185,5 @@ def let_others_block(group: Backend, peer: int) -> None:
     No check relies on it: where the others come late the check passes too, it only tests less.
     """
     unused_tag = 2**55
-    error_of(
-        DistributedTimeoutError,
-        lambda: group.recv(bytearray(1), peer, tag=unused_tag, timeout=0.1),
-        "a recv of nothing",
-    )
+    recv = functools.partial(group.recv, bytearray(1), peer, tag=unused_tag, timeout=0.1)
+    error_of(DistributedTimeoutError, recv, "a recv of nothing")

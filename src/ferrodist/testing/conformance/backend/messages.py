@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,25 +14,22 @@ from ferrodist.errors import SizeMismatchError
 from ferrodist.testing.conformance.backend.harness import (
     LARGE,
     TIMEOUT,
-    RankRunner,
-    backend_check,
+    as_runner,
     check_bytes,
     error_of,
     pattern,
     rank_check,
     receive,
 )
-from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
-    from ferrodist.testing.conformance.backend.harness import BackendCheck
+    from ferrodist.testing.conformance.backend.harness import BackendUnderTest
 
 _SIZES = (0, 1, 3, 4095, 65_535, 65_536, 65_537, LARGE, LARGE + 1)
 
 
-@backend_check()
-def ranks_know_themselves(runner: RankRunner, world_size: int) -> None:
+def ranks_know_themselves(backend: BackendUnderTest, world_size: int = 3) -> None:
     """Each handle has its own rank and the group's size, a timeout, a name, and no failure."""
 
     def program(group: Backend) -> tuple[int, int]:
@@ -41,7 +39,7 @@ def ranks_know_themselves(runner: RankRunner, world_size: int) -> None:
         assert group.failure is None, f"a fresh group has failed: {group.failure!r}"
         return group.rank, group.world_size
 
-    known = runner.run(world_size, program)
+    known = as_runner(backend).run(world_size, program)
     assert known == [(rank, world_size) for rank in range(world_size)], f"(rank, world_size) by rank: {known}"
 
 
@@ -49,8 +47,7 @@ def ranks_know_themselves(runner: RankRunner, world_size: int) -> None:
 def messages_of_all_sizes_arrive_whole(group: Backend) -> None:
     """`send` and `recv` carry 0, 1, odd, around 64 KiB and 8 MiB bytes unchanged."""
     for size in _SIZES:
-        data = pattern(size, seed=size)
-        check_bytes(_pass_round(group, data, size), data, f"a message of {size} bytes")
+        _pass_round(group, pattern(size, seed=size), f"a message of {size} bytes")
 
 
 @rank_check()
@@ -119,37 +116,34 @@ def a_sent_buffer_may_be_changed(group: Backend) -> None:
 def order_is_kept_within_a_tag(group: Backend) -> None:
     """Messages from one rank with one tag arrive in the order they were sent, whatever their sizes."""
     sizes = [(0, 5, 70_000, 1, 300_000)[i % 5] + i for i in range(100)]
-    if group.rank == 0:
-        for i, size in enumerate(sizes):
-            for dst in range(1, group.world_size):
-                group.send(pattern(size, seed=i), dst, timeout=TIMEOUT)
-    else:
-        for i, size in enumerate(sizes):
-            check_bytes(receive(group, 0, size), pattern(size, seed=i), f"message {i}")
+    messages = [(0, pattern(size, seed=i)) for i, size in enumerate(sizes)]
+    _send_to_all(group, messages, received=messages)
 
 
 @rank_check()
 def tags_do_not_wait_for_each_other(group: Backend) -> None:
     """Messages with different tags are received in any order; small ones are sent without a receiver."""
-    if group.rank == 0:
-        for tag in range(20):
-            for dst in range(1, group.world_size):
-                group.send(pattern(64, seed=tag), dst, tag=tag, timeout=TIMEOUT)
-    else:
-        for tag in reversed(range(20)):
-            check_bytes(receive(group, 0, 64, tag=tag), pattern(64, seed=tag), f"the message with tag {tag}")
+    messages = [(tag, pattern(64, seed=tag)) for tag in range(20)]
+    _send_to_all(group, messages, received=messages[::-1])
 
 
 @rank_check()
 def tags_are_compared_whole(group: Backend) -> None:
     """All 128 bits of a tag are compared: sub-groups and collectives use the upper ones."""
     tags = [0, 1, 2**31, 2**32, 2**53 + 1, 2**56 - 1, 2**56, 2**63, 2**64, 2**64 + 1, 2**127, 2**128 - 1]
+    messages = [(tag, str(tag).encode().ljust(40)) for tag in tags]
+    _send_to_all(group, messages, received=messages[::-1])
+
+
+def _send_to_all(group: Backend, messages: list[tuple[int, bytes]], *, received: list[tuple[int, bytes]]) -> None:
+    """Rank 0 sends ``messages``, each a tag and the data, to all others, which receive them in another order."""
     if group.rank == 0:
-        for tag in tags:
-            group.send(str(tag).encode().ljust(40), 1, tag=tag, timeout=TIMEOUT)
-    elif group.rank == 1:
-        for tag in reversed(tags):
-            check_bytes(receive(group, 0, 40, tag=tag), str(tag).encode().ljust(40), f"the tag {tag:#x}")
+        for tag, data in messages:
+            for dst in range(1, group.world_size):
+                group.send(data, dst, tag=tag, timeout=TIMEOUT)
+    else:
+        for i, (tag, data) in enumerate(received):
+            check_bytes(receive(group, 0, len(data), tag=tag), data, f"message {i}, with tag {tag:#x}")
 
 
 @rank_check(min_ranks=3)
@@ -185,11 +179,8 @@ def a_message_that_does_not_fit_stays(group: Backend) -> None:
             group.send(pattern(size), 1, timeout=TIMEOUT)
         elif group.rank == 1:
             for wrong in (size - 1, size + 1, 0, size * 2):
-                error_of(
-                    SizeMismatchError,
-                    lambda wrong=wrong: group.recv(bytearray(wrong), 0, timeout=TIMEOUT),  # type: ignore[misc]
-                    f"recv of {size} bytes into {wrong}",
-                )
+                recv = partial(group.recv, bytearray(wrong), 0, timeout=TIMEOUT)
+                error_of(SizeMismatchError, recv, f"recv of {size} bytes into {wrong}")
             assert group.failure is None, "a size mismatch must leave the group good"
             check_bytes(receive(group, 0, size), pattern(size), "the message after the mismatch")
 
@@ -223,31 +214,22 @@ def a_message_may_be_shorter_than_its_buffer(group: Backend) -> None:
 def threads_share_a_handle(group: Backend) -> None:
     """Several threads of a rank may use its handle at the same time, each with a tag of its own."""
     num_threads = 4
-    dst, src = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
 
     def converse(tag: int) -> None:
         for i in range(25):
-            size = 40_000 * (i % 3) + i
-            if group.rank == 0:
-                group.send(pattern(size, seed=tag + i), dst, tag=tag, timeout=TIMEOUT)
-            check_bytes(receive(group, src, size, tag=tag), pattern(size, seed=tag + i), f"tag {tag}, {i}")
-            if group.rank != 0:
-                group.send(pattern(size, seed=tag + i), dst, tag=tag, timeout=TIMEOUT)
+            _pass_round(group, pattern(40_000 * (i % 3) + i, seed=tag + i), f"tag {tag}, {i}", tag=tag)
 
     with ThreadPoolExecutor(num_threads) as pool:
         for result in [pool.submit(converse, tag) for tag in range(num_threads)]:
             result.result()
 
 
-def _pass_round(group: Backend, data: bytes, size: int) -> bytes:
-    """Send ``data`` from rank to rank and back to rank 0, one blocking call at a time; returns the received bytes."""
+def _pass_round(group: Backend, data: bytes, what: str, *, tag: int = 0) -> None:
+    """Send ``data`` from rank to rank and back to rank 0, one blocking call at a time."""
     dst, src = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
     if group.rank == 0:
-        group.send(data, dst, timeout=TIMEOUT)
-        return receive(group, src, size)
-    got = receive(group, src, size)
-    group.send(got, dst, timeout=TIMEOUT)
-    return got
-
-
-CHECKS: tuple[BackendCheck, ...] = public_functions(__name__)
+        group.send(data, dst, tag=tag, timeout=TIMEOUT)
+    got = receive(group, src, len(data), tag=tag)
+    if group.rank != 0:
+        group.send(got, dst, tag=tag, timeout=TIMEOUT)
+    check_bytes(got, data, what)

@@ -20,11 +20,9 @@ from ferrodist.testing.conformance.backend.harness import (
     rank_check,
     receive,
 )
-from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
-    from ferrodist.testing.conformance.backend.harness import BackendCheck
 
 
 @rank_check()
@@ -189,6 +187,3 @@ def a_posted_receive_that_does_not_fit_raises(group: Backend) -> None:
         group.send(b"go", 1, tag=1, timeout=TIMEOUT)
         error_of(SizeMismatchError, lambda: request.wait(TIMEOUT), "a receive of 5 bytes into 4")
         check_bytes(receive(group, 1, 5), b"12345", "the message after the mismatch")
-
-
-CHECKS: tuple[BackendCheck, ...] = public_functions(__name__)

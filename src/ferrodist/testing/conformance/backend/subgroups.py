@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.base import Backend
@@ -19,8 +19,7 @@ from ferrodist.errors import (
 from ferrodist.testing.conformance.backend.harness import (
     LARGE,
     TIMEOUT,
-    RankRunner,
-    backend_check,
+    await_ranks,
     check_bytes,
     error_of,
     in_barrier,
@@ -33,12 +32,10 @@ from ferrodist.testing.conformance.backend.harness import (
     rank_check,
     receive,
 )
-from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from ferrodist.testing.conformance.backend.harness import BackendCheck
+    from multiprocessing.synchronize import Event, Semaphore
 
 
 @rank_check(min_ranks=3)
@@ -118,36 +115,30 @@ def a_subgroups_barrier_is_its_own(world: Backend) -> None:
         assert error.ranks == (1,), f"rank 0, which is rank 1 of [2, 0], is late; named is {error.ranks}"
 
 
-@backend_check(min_ranks=3)
-def an_abort_ends_its_group_only(runner: RankRunner, world_size: int) -> None:
+@rank_check(make_signal, min_ranks=3)
+def an_abort_ends_its_group_only(world: Backend, aborted: Event) -> None:
     """Aborting a sub-group ends it on its members; the world and a sibling go on where the backend overrides
     `Backend.abort_subgroup`, and otherwise end as well.
     """
-    aborted = make_signal()
-
-    def program(world: Backend) -> None:
-        if world.rank > 1:
-            return
-        group, sibling = SubBackend(world, [0, 1]), SubBackend(world, [1, 0])
-        other = 1 - world.rank
-        if world.rank == 1:
-            group.abort("only this one")
-            aborted.set()
-        error = error_of(GroupAbortedError, lambda: group.recv(bytearray(1), 1 - group.rank, timeout=TIMEOUT), "recv")
-        assert "only this one" in str(error), f"a member of the aborted group says: {error}"
-        assert group.failure is not None, "an aborted sub-group has no failure"
-        assert aborted.wait(TIMEOUT), "abort did not return"
-        if type(world).abort_subgroup is Backend.abort_subgroup:
-            error_of(GroupAbortedError, lambda: world.recv(bytearray(1), other, timeout=TIMEOUT), "recv in the world")
-            return
-        for good in (world, sibling):
-            peer = 1 - good.rank
-            request = good.isend(b"good", peer)
-            check_bytes(receive(good, peer, 4), b"good", f"in {good.name}, after an abort of {group.name},")
-            request.wait(TIMEOUT)
-            assert good.failure is None, f"an abort of {group.name} has failed {good.name}"
-
-    runner.run(world_size, program)
+    if world.rank > 1:
+        return
+    group, sibling = SubBackend(world, [0, 1]), SubBackend(world, [1, 0])
+    if world.rank == 1:
+        group.abort("only this one")
+        aborted.set()
+    error = error_of(GroupAbortedError, lambda: in_recv(group, 1 - group.rank), "recv")
+    assert "only this one" in str(error), f"a member of the aborted group says: {error}"
+    assert group.failure is not None, "an aborted sub-group has no failure"
+    assert aborted.wait(TIMEOUT), "abort did not return"
+    if type(world).abort_subgroup is Backend.abort_subgroup:
+        error_of(GroupAbortedError, lambda: in_recv(world, 1 - world.rank), "recv in the world")
+        return
+    for good in (world, sibling):
+        peer = 1 - good.rank
+        request = good.isend(b"good", peer)
+        check_bytes(receive(good, peer, 4), b"good", f"in {good.name}, after an abort of {group.name},")
+        request.wait(TIMEOUT)
+        assert good.failure is None, f"an abort of {group.name} has failed {good.name}"
 
 
 @rank_check(min_ranks=3)
@@ -164,43 +155,32 @@ def a_subgroup_closes_alone(world: Backend) -> None:
     assert world.failure is None, "closing a sub-group has failed the world"
 
 
-@backend_check(min_ranks=3)
-def ranks_are_named_as_their_subgroup_does(runner: RankRunner, world_size: int) -> None:
+@rank_check(make_counter, min_ranks=3, cases=lambda _: product((in_recv, in_send, in_barrier), (False, True)))
+def ranks_are_named_as_their_subgroup_does(
+    world: Backend,
+    ready: Semaphore,
+    wait: Callable[[Backend, int], object],
+    nested: bool,  # noqa: FBT001
+) -> None:
     """Errors in a sub-group, nested or not, name ranks as the sub-group numbers them: a peer that left the world, and
     the sender of a message of the wrong size.
     """
-    for wait in (in_recv, in_send, in_barrier):
-        for nested in (False, True):
-            _one_departure(runner, world_size, wait, nested=nested)
-
-
-def _one_departure(
-    runner: RankRunner, world_size: int, wait: Callable[[Backend, int], object], *, nested: bool
-) -> None:
-    ready = make_counter()
-
-    def program(world: Backend) -> None:
-        if world.rank not in (1, 2):
-            return
-        # Rank 2 of the world is rank 0 of the inner group, either way.
-        outer = SubBackend(world, [0, 2, 1], name="outer") if nested else world
-        group = SubBackend(outer, [1, 2] if nested else [2, 1], name="inner")
-        leaver = 0
-        if group.rank == leaver:
-            group.send(b"too long", 1, tag=1, timeout=TIMEOUT)
-            assert ready.acquire(timeout=TIMEOUT), "a rank is missing"
-            let_others_block(world, 0)
-            world.close(timeout=0.5)
-            return
-        misfit = error_of(SizeMismatchError, lambda: group.recv(bytearray(1), leaver, tag=1, timeout=TIMEOUT), "recv")
-        assert misfit.ranks in ((), (leaver,)), f"{leaver} of {group.name} sent too much, named is {misfit.ranks}"
-        ready.release()
-        what = f"{wait.__name__.removeprefix('_in_')}, when rank {leaver} of a sub-group leaves the world,"
-        error = error_of(PeerLostError, lambda: wait(group, leaver), what)
-        assert error.ranks == (leaver,), f"{what} names {error.ranks}: {error}"
-        assert f"rank {leaver} of group 'inner'" in error.message, f"{what} says: {error}"
-
-    runner.run(world_size, program)
-
-
-CHECKS: tuple[BackendCheck, ...] = public_functions(__name__)
+    if world.rank not in (1, 2):
+        return
+    # Rank 2 of the world is rank 0 of the inner group, either way.
+    outer = SubBackend(world, [0, 2, 1], name="outer") if nested else world
+    group = SubBackend(outer, [1, 2] if nested else [2, 1], name="inner")
+    leaver = 0
+    if group.rank == leaver:
+        group.send(b"too long", 1, tag=1, timeout=TIMEOUT)
+        await_ranks(ready, 1)
+        let_others_block(world, 0)
+        world.close(timeout=0.5)
+        return
+    misfit = error_of(SizeMismatchError, lambda: group.recv(bytearray(1), leaver, tag=1, timeout=TIMEOUT), "recv")
+    assert misfit.ranks in ((), (leaver,)), f"{leaver} of {group.name} sent too much, named is {misfit.ranks}"
+    ready.release()
+    what = f"{wait.__name__.removeprefix('in_')}, when rank {leaver} of a sub-group leaves the world,"
+    error = error_of(PeerLostError, lambda: wait(group, leaver), what)
+    assert error.ranks == (leaver,), f"{what} names {error.ranks}: {error}"
+    assert f"rank {leaver} of group 'inner'" in error.message, f"{what} says: {error}"

@@ -9,10 +9,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ferrodist.testing.conformance.backend import arguments, deadlines, failures, messages, requests, subgroups
-from ferrodist.testing.conformance.runner import run_checks
+from ferrodist.testing.conformance.runner import public_functions, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from ferrodist.testing.conformance.backend.harness import BackendCheck, BackendUnderTest
 
 BACKEND_CHECKS: tuple[BackendCheck, ...] = (
-    *(*messages.CHECKS, *requests.CHECKS, *deadlines.CHECKS),
-    *(*arguments.CHECKS, *failures.CHECKS, *subgroups.CHECKS),
+    *(*public_functions(messages), *public_functions(requests), *public_functions(deadlines)),
+    *(*public_functions(arguments), *public_functions(failures), *public_functions(subgroups)),
 )
 """All checks. Each takes a factory or a runner, and a world size, and raises when its rule is broken."""
 
@@ -40,7 +41,7 @@ def check_backend(backend: BackendUnderTest, world_sizes: Iterable[int] = (2, 3,
     run_checks(
         "backend",
         [
-            (f"{check.__name__} (world size {world_size})", check, (backend, world_size))
+            (f"{check.__name__} (world size {world_size})", check, partial(check, backend, world_size))
             for world_size in world_sizes
             for check in BACKEND_CHECKS
         ],

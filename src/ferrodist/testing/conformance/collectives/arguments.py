@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 import ferrodist as fd
 from ferrodist.testing.conformance.backend.harness import error_of
+from ferrodist.testing.conformance.collectives.failures import COLLECTIVES
 from ferrodist.testing.conformance.collectives.oracle import check_bits, duplicate_group, undefined_reductions
-from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
 
     Call = Callable[[], object]
 
@@ -41,11 +40,17 @@ def undefined_reductions_are_refused(group: Backend) -> None:
         fd.async_reduce_scatter,
         lambda tensor, op: fd.reduce_scatter_tensor(torch.empty_like(tensor), tensor, op),
     ]
-    for number, (dtype, op) in enumerate(undefined_reductions()):
-        call = calls[number % len(calls)]
+    for index, (dtype, op) in enumerate(undefined_reductions()):
+        call = calls[index % len(calls)]
         tensor = torch.zeros(4, dtype=dtype)
-        said = _check_refused(group, TypeError, f"{op} of {dtype}", lambda: call(tensor, op))  # noqa: B023 - called at once
+        said = _check_refused(group, TypeError, f"{op} of {dtype}", partial(call, tensor, op))
         assert not said or f"{op} of {dtype} is not defined" in said, f"the refusal of {op} of {dtype} says {said!r}"
+
+
+_OF_ONE_TENSOR = (
+    *("allreduce", "async_allreduce", "reduce", "broadcast", "async_broadcast", "all_gather", "async_all_gather"),
+    *("all_gather_uneven", "gather", "reduce_scatter", "async_reduce_scatter"),
+)
 
 
 def tensors_that_cannot_travel_are_refused(group: Backend) -> None:
@@ -59,19 +64,8 @@ def tensors_that_cannot_travel_are_refused(group: Backend) -> None:
         torch.zeros(2, 2).to_sparse(),
         torch.zeros(2, device="meta"),
     ]
-    calls: dict[str, Callable[[Any], object]] = {
-        "allreduce": fd.allreduce,
-        "async_allreduce": fd.async_allreduce,
-        "reduce": fd.reduce,
-        "broadcast": fd.broadcast,
-        "async_broadcast": fd.async_broadcast,
-        "all_gather": fd.all_gather,
-        "async_all_gather": fd.async_all_gather,
-        "all_gather_uneven": fd.all_gather_uneven,
-        "gather": fd.gather,
+    calls: dict[str, Callable[[Any], object]] = {name: getattr(fd, name) for name in _OF_ONE_TENSOR} | {
         "scatter": lambda tensor: fd.scatter(tensor, group.rank),
-        "reduce_scatter": fd.reduce_scatter,
-        "async_reduce_scatter": fd.async_reduce_scatter,
         "all_to_all": lambda tensor: fd.all_to_all([tensor] * p),
         "async_all_to_all": lambda tensor: fd.async_all_to_all([tensor] * p),
         "all_to_all_single_uneven": lambda tensor: fd.all_to_all_single_uneven(tensor, [2] * p, [2] * p),
@@ -85,14 +79,13 @@ def tensors_that_cannot_travel_are_refused(group: Backend) -> None:
         for tensor in wrong:
             if tensor is None and name in {"allreduce into it", "scatter"}:
                 continue  # None has a meaning there
-            kind = f"{name} of {type(tensor).__name__}"
-            _check_refused(group, TypeError, kind, lambda: call(tensor))  # noqa: B023 - called at once
+            _check_refused(group, TypeError, f"{name} of {type(tensor).__name__}", partial(call, tensor))
 
 
 def wrong_results_are_refused(group: Backend) -> None:
     """``out=`` must have the result's shape and dtype, memory of its own, and nothing to do with autograd."""
     tensor, p = torch.zeros(4, 3), group.world_size
-    graded = torch.zeros(4, 3, requires_grad=True)
+    graded, overlapping = torch.zeros(4, 3, requires_grad=True), torch.zeros(6).as_strided((4, 3), (1, 1))
     cases: list[tuple[type[Exception], str, Call]] = [
         (ValueError, "another shape", lambda: fd.allreduce(tensor, out=torch.zeros(3, 4))),
         (ValueError, "another shape", lambda: fd.async_allreduce(tensor, out=torch.zeros(12))),
@@ -100,11 +93,7 @@ def wrong_results_are_refused(group: Backend) -> None:
         (ValueError, "another shape", lambda: fd.reduce_scatter(tensor, out=torch.zeros(5, 3))),
         (TypeError, "another dtype", lambda: fd.broadcast(tensor, out=torch.zeros(4, 3, dtype=torch.float64))),
         (ValueError, "expanded", lambda: fd.allreduce(tensor, out=torch.zeros(1, 3).expand(4, 3))),
-        (
-            ValueError,
-            "elements that overlap",
-            lambda: fd.allreduce(tensor, out=torch.zeros(6).as_strided((4, 3), (1, 1))),
-        ),
+        (ValueError, "elements that overlap", lambda: fd.allreduce(tensor, out=overlapping)),
         (ValueError, "elements that overlap", lambda: fd.all_gather(tensor, out=_overlapping(4 * p, 3))),
         (RuntimeError, "an out that requires grad", lambda: fd.allreduce(tensor, out=graded)),
         (RuntimeError, "an input that requires grad", lambda: fd.allreduce(graded, out=tensor)),
@@ -135,16 +124,19 @@ def _wrong_results_of_movement(group: Backend) -> list[tuple[type[Exception], st
         "scatter": lambda out: fd.scatter(torch.zeros(4 * p * p, 3), rank, out=out),
     }
     cases: list[tuple[type[Exception], str, Call]] = []
+    wrong: list[tuple[type[Exception], str, Any]] = [
+        (TypeError, "another dtype", doubles),
+        (TypeError, "what is no tensor", [whole]),
+        (ValueError, "expanded memory", whole[:1].expand(4 * p, 3)),
+        (ValueError, "rows that overlap", _overlapping(4 * p, 3)),
+        (RuntimeError, "what requires grad", graded),
+        (ValueError, "another shape", whole[1:]),
+    ]
     for name, call in calls.items():
-        cases += [
-            (TypeError, f"{name} into another dtype", lambda call=call: call(doubles)),  # type: ignore[misc]
-            (TypeError, f"{name} into what is no tensor", lambda call=call: call([whole])),  # type: ignore[misc]
-            (ValueError, f"{name} into expanded memory", lambda call=call: call(whole[:1].expand(4 * p, 3))),  # type: ignore[misc]
-            (ValueError, f"{name} into rows that overlap", lambda call=call: call(_overlapping(4 * p, 3))),  # type: ignore[misc]
-            (RuntimeError, f"{name} into what requires grad", lambda call=call: call(graded)),  # type: ignore[misc]
-        ]
-        if name not in {"gather", "all_gather_uneven"}:  # whose sizes the other ranks know
-            cases.append((ValueError, f"{name} into another shape", lambda call=call: call(whole[1:])))  # type: ignore[misc]
+        for kind, what, out in wrong:
+            # The other ranks know the sizes of gather and all_gather_uneven.
+            if what != "another shape" or name not in {"gather", "all_gather_uneven"}:
+                cases.append((kind, f"{name} into {what}", partial(call, out)))
     small = [torch.zeros(4, 3) for _ in range(p)]
     lists: list[tuple[type[Exception], str, Any]] = [
         (TypeError, "one tensor", whole),
@@ -157,8 +149,10 @@ def _wrong_results_of_movement(group: Backend) -> list[tuple[type[Exception], st
     if p > 1:
         lists.append((ValueError, "one tensor twice", [small[0]] * p))
         lists.append((ValueError, "tensors that overlap", [whole[3 * i :][:4] for i in range(p)]))
-    for kind, what, out in lists:
-        cases.append((kind, f"all_to_all of tensors into {what}", lambda out=out: fd.all_to_all(parts, out=out)))  # type: ignore[misc]
+    cases += [
+        (kind, f"all_to_all of tensors into {what}", partial(fd.all_to_all, parts, out=out))
+        for kind, what, out in lists
+    ]
     wanted = [part.clone().requires_grad_() for part in parts]
     cases.append((RuntimeError, "all_to_all of what requires grad", lambda: fd.all_to_all(wanted, out=small)))
     return cases
@@ -176,26 +170,21 @@ def results_that_other_ranks_show_to_be_wrong(group: Backend) -> None:
     ]
     for call in calls:
         if odd:
-            assert "shape" in str(error_of(ValueError, lambda call=call: call(torch.zeros(1, 3)), what))  # type: ignore[misc]
+            assert "shape" in str(error_of(ValueError, partial(call, torch.zeros(1, 3)), what))
         else:
             result = call(None)
             check_bits(result, whole if result.numel() else torch.empty(0), "the result of another rank")
-    wrong: list[tuple[type[Exception], torch.Tensor]] = [
-        (ValueError, torch.zeros(3, 3)),
-        (TypeError, torch.zeros(2, 3, dtype=torch.float64)),
+    wrong: list[tuple[type[Exception], torch.Tensor, torch.Tensor]] = [
+        (ValueError, whole, torch.zeros(3, 3)),
+        (TypeError, whole, torch.zeros(2, 3, dtype=torch.float64)),
+        (RuntimeError, whole.clone().requires_grad_(), torch.zeros(2, 3)),
     ]
-    for kind, out in wrong * (p > 1):
-        scatter = functools.partial(fd.scatter, whole if rank == 0 else None)
+    for kind, source, out in wrong * (p > 1):
+        scatter = partial(fd.scatter, source if rank == 0 else None)
         if odd:
-            error_of(kind, functools.partial(scatter, out=out), what)
+            error_of(kind, partial(scatter, out=out), what)
         else:
             check_bits(scatter(), part, "the part of another rank")
-    if p > 1:
-        graded = whole.clone().requires_grad_() if rank == 0 else None
-        if odd:
-            error_of(RuntimeError, lambda: fd.scatter(graded, out=torch.zeros(2, 3)), what)
-        else:
-            fd.scatter(graded)
     check_bits(fd.allreduce(torch.ones(2)), torch.full((2,), float(p)), "an allreduce after all of it")
 
 
@@ -209,33 +198,32 @@ def wrong_places_are_refused(group: Backend) -> None:
     p = group.world_size
     tensor, number = torch.zeros(4, 3), torch.tensor(1.0)
     cases: list[tuple[type[Exception], str, Call]] = []
+    rooted: dict[str, Callable[..., object]] = {
+        "reduce to": fd.reduce,
+        "broadcast from": fd.broadcast,
+        "gather to": fd.gather,
+        "scatter from": fd.scatter,
+    }
     for root in (p, -1, cast("int", True), cast("int", 0.0), cast("int", "0")):
-        cases += [
-            (fd.InvalidRankError, f"reduce to {root!r}", lambda root=root: fd.reduce(tensor, root)),  # type: ignore[misc]
-            (fd.InvalidRankError, f"broadcast from {root!r}", lambda root=root: fd.broadcast(tensor, root)),  # type: ignore[misc]
-            (fd.InvalidRankError, f"gather to {root!r}", lambda root=root: fd.gather(tensor, root)),  # type: ignore[misc]
-            (fd.InvalidRankError, f"scatter from {root!r}", lambda root=root: fd.scatter(tensor, root)),  # type: ignore[misc]
-            (fd.InvalidRankError, f"broadcast_object {root!r}", lambda root=root: fd.broadcast_object(1, root)),  # type: ignore[misc]
-        ]
-    for dim in (2, -3):
-        cases += [
-            (IndexError, f"all_gather along {dim}", lambda dim=dim: fd.all_gather(tensor, dim)),  # type: ignore[misc]
-            (IndexError, f"all_gather_uneven along {dim}", lambda dim=dim: fd.all_gather_uneven(tensor, dim)),  # type: ignore[misc]
-            (IndexError, f"gather along {dim}", lambda dim=dim: fd.gather(tensor, dim=dim)),  # type: ignore[misc]
-            (IndexError, f"scatter along {dim}", lambda dim=dim: fd.scatter(tensor, group.rank, dim=dim)),  # type: ignore[misc]
-            (IndexError, f"reduce_scatter along {dim}", lambda dim=dim: fd.reduce_scatter(tensor, dim=dim)),  # type: ignore[misc]
-        ]
+        refused = fd.InvalidRankError
+        cases += [(refused, f"{name} {root!r}", partial(call, tensor, root)) for name, call in rooted.items()]
+        cases.append((refused, f"broadcast_object {root!r}", partial(fd.broadcast_object, 1, root)))
+    along: dict[str, Callable[..., object]] = {
+        "all_gather": fd.all_gather,
+        "gather": fd.gather,
+        "scatter": partial(fd.scatter, src=group.rank),
+        "all_gather_uneven": fd.all_gather_uneven,
+        "reduce_scatter": fd.reduce_scatter,
+    }
+    for name, call in along.items():
+        wrong_dims: list[Any] = [2, -3, 0.5, "0", None]
+        for dim in wrong_dims[: 5 if name in {"all_gather", "gather", "scatter"} else 2]:
+            kind: type[Exception] = IndexError if isinstance(dim, int) else TypeError
+            cases.append((kind, f"{name} along {dim!r}", partial(call, tensor, dim=dim)))
     for dim in (12, -13, 2**40, -(2**40)):
         for src in range(p):
-            mine = tensor if src == group.rank else None
-            what = f"scatter from {src} along {dim}"
-            cases.append((IndexError, what, lambda mine=mine, src=src, dim=dim: fd.scatter(mine, src, dim=dim)))  # type: ignore[misc]
-    for wrong in (cast("int", 0.5), cast("int", "0"), cast("int", None)):
-        cases += [
-            (TypeError, f"all_gather along {wrong!r}", lambda dim=wrong: fd.all_gather(tensor, dim)),  # type: ignore[misc]
-            (TypeError, f"gather along {wrong!r}", lambda dim=wrong: fd.gather(tensor, dim=dim)),  # type: ignore[misc]
-            (TypeError, f"scatter along {wrong!r}", lambda dim=wrong: fd.scatter(tensor, group.rank, dim=dim)),  # type: ignore[misc]
-        ]
+            scatter = partial(fd.scatter, tensor if src == group.rank else None, src, dim=dim)
+            cases.append((IndexError, f"scatter from {src} along {dim}", scatter))
     cases += [
         (ValueError, "reduce_scatter of a number", lambda: fd.reduce_scatter(number)),
         (ValueError, "scatter of a number", lambda: fd.scatter(number, group.rank)),
@@ -311,35 +299,30 @@ def objects_that_cannot_travel_are_refused(group: Backend) -> None:
     peer = 0 if group.rank else group.world_size - 1
     values: list[Any] = [1j, object(), {"deep": [torch.zeros(1)]}, 2**70, lambda: None]
     for value in values:
-        cases: list[tuple[str, Call]] = [
-            ("all_gather_object", lambda: fd.all_gather_object(value)),  # noqa: B023 - called at once
-            ("gather_object", lambda: fd.gather_object(value)),  # noqa: B023
-            ("broadcast_object", lambda: fd.broadcast_object(value, group.rank)),  # noqa: B023
-            ("scatter_object", lambda: fd.scatter_object([value] * group.world_size, group.rank)),  # noqa: B023
-        ]
-        if group.world_size > 1:
-            cases.append(("send_object", lambda: fd.send_object(value, peer)))  # noqa: B023
-        for name, call in cases:
-            said = _check_refused(group, TypeError, f"{name} of a {type(value).__name__}", call)
+        for name, call in _object_calls(group, peer).items():
+            said = _check_refused(group, TypeError, f"{name} of a {type(value).__name__}", partial(call, value))
             assert not said or "allow_pickle" in said, f"{name} does not say what to do: {said!r}"
+    deep: list[Any] = []
+    for _ in range(50_000):
+        deep = [deep]
     for pickled in (False, True):
-        deep: list[Any] = []
-        for _ in range(50_000):
-            deep = [deep]
-        kinds: dict[str, Call] = {
-            "all_gather_object": lambda: fd.all_gather_object(deep, allow_pickle=pickled),  # noqa: B023
-            "gather_object": lambda: fd.gather_object(deep, allow_pickle=pickled),  # noqa: B023
-            "broadcast_object": lambda: fd.broadcast_object(deep, group.rank, allow_pickle=pickled),  # noqa: B023
-            "scatter_object": lambda: fd.scatter_object([deep] * group.world_size, group.rank, allow_pickle=pickled),  # noqa: B023
-        }
-        if group.world_size > 1:
-            kinds["send_object"] = lambda: fd.send_object(deep, peer, allow_pickle=pickled)  # noqa: B023
-        for name, call in kinds.items():
-            said = _check_refused(group, ValueError, f"{name} of what is nested too deeply", call)
+        for name, call in _object_calls(group, peer).items():
+            what = f"{name} of what is nested too deeply"
+            said = _check_refused(group, ValueError, what, partial(call, deep, allow_pickle=pickled))
             assert not said or "nested too deeply" in said, f"{name} does not say why: {said!r}"
-    _check_refused(
-        group, ValueError, "too few objects", lambda: fd.scatter_object([1] * (group.world_size + 1), group.rank)
-    )
+    objects = [1] * (group.world_size + 1)
+    _check_refused(group, ValueError, "too many objects", lambda: fd.scatter_object(objects, group.rank))
+
+
+def _object_calls(group: Backend, peer: int) -> dict[str, Callable[..., object]]:
+    p = group.world_size
+    calls: dict[str, Callable[..., object]] = {
+        "all_gather_object": fd.all_gather_object,
+        "gather_object": fd.gather_object,
+        "broadcast_object": partial(fd.broadcast_object, root=group.rank),
+        "scatter_object": lambda value, **options: fd.scatter_object([value] * p, group.rank, **options),
+    }
+    return calls if p == 1 else calls | {"send_object": partial(fd.send_object, dst=peer)}
 
 
 def groups_that_were_closed_are_refused(group: Backend) -> None:
@@ -348,25 +331,12 @@ def groups_that_were_closed_are_refused(group: Backend) -> None:
     fd.barrier(gone)
     gone.close()
     tensor, peer = torch.ones(2), 0 if group.rank else group.world_size - 1
-    calls: dict[str, Call] = {
-        "allreduce": lambda: fd.allreduce(tensor, group=gone),
-        "async_allreduce": lambda: fd.async_allreduce(tensor, group=gone).wait(0),
-        "broadcast": lambda: fd.broadcast(tensor, group=gone),
-        "reduce": lambda: fd.reduce(tensor, group=gone),
-        "all_gather": lambda: fd.all_gather(tensor, group=gone),
-        "gather": lambda: fd.gather(tensor, group=gone),
-        "scatter": lambda: fd.scatter(tensor, group.rank, group=gone),
-        "reduce_scatter": lambda: fd.reduce_scatter(tensor, group=gone),
-        "all_to_all": lambda: fd.all_to_all([tensor] * group.world_size, group=gone),
-        "barrier": lambda: fd.barrier(gone),
-        "all_gather_object": lambda: fd.all_gather_object(1, group=gone),
-    }
+    calls: dict[str, Call] = {name: partial(call, group=gone) for name, call in COLLECTIVES.items()}
+    calls["async_allreduce"] = lambda: fd.async_allreduce(tensor, group=gone).wait(0)
+    calls["all_gather_object"] = lambda: fd.all_gather_object(1, group=gone)
     if group.world_size > 1:
         calls["send"] = lambda: fd.send(tensor, peer, group=gone)
         calls["recv"] = lambda: fd.recv(None, None, peer, group=gone)
     for name, call in calls.items():
         error_of(fd.GroupClosedError, call, f"{name} on a closed group")
     fd.barrier()
-
-
-CHECKS: tuple[CollectiveCheck, ...] = public_functions(__name__)

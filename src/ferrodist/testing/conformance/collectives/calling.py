@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,20 +15,19 @@ from ferrodist.testing.conformance.collectives.oracle import (
     ONE_STEP_BYTES,
     check_bits,
     check_fold,
+    check_gathered,
+    check_into,
     duplicate_group,
     elements,
     rank_factor,
     rank_inputs,
     raw_bytes,
-    split_along,
 )
-from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
 
 _LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda t: t.t(),
@@ -41,46 +41,45 @@ _LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "imaginary part": lambda t: t.imag,
 }
 
+_OUTS: dict[str, Callable[[int], torch.Tensor]] = {
+    "another": lambda rows: torch.empty(rows, 4),
+    "transposed": lambda rows: torch.empty(4, rows).t(),
+    "sliced": lambda rows: torch.empty(2 * rows, 9)[::2, 1::2],
+    "negated": lambda rows: torch.empty(rows, 4, dtype=torch.complex64).conj().imag,
+    "negated, contiguous": lambda rows: _OUTS["negated"](rows).as_strided((rows, 4), (4, 1)),
+}
+
 
 def inputs_of_any_layout(group: Backend) -> None:
     """Transposed, sliced, expanded, conjugated and negated tensors count by their elements, and are not changed."""
     p, last = group.world_size, group.world_size - 1
     for name, view in _LAYOUTS.items():
         for columns in (2, 30, 3000):
-            wholes = [torch.randn(6, 3 * columns, dtype=torch.complex64, generator=_seeded(rank)) for rank in range(p)]
+            seeded = [torch.Generator().manual_seed(rank) for rank in range(p)]
+            wholes = [torch.randn(6, 3 * columns, dtype=torch.complex64, generator=source) for source in seeded]
             if name not in {"conjugated", "negated", "negated, contiguous", "imaginary part"}:
                 wholes = [whole.real.contiguous() for whole in wholes]
             views = [view(whole) for whole in wholes]
-            plain = [
-                tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format) for tensor in views
-            ]
+            plain = [torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) for tensor in views]
             before, mine, what = raw_bytes(wholes[group.rank]).clone(), views[group.rank], f"{name}, {columns} columns"
             flat = [tensor.view(-1) for tensor in plain]
             total = fd.allreduce(mine)
             assert total.shape == mine.shape, f"allreduce of a tensor that is {name} has shape {tuple(total.shape)}"
             check_fold(group, total, fd.ReduceOp.SUM, flat, f"allreduce ({what})")
-            reduced = fd.reduce(mine, last)
-            if group.rank == last:
-                check_fold(group, reduced, fd.ReduceOp.SUM, flat, f"reduce ({what})")
+            check_fold(group, fd.reduce(mine, last), fd.ReduceOp.SUM, flat, f"reduce ({what})", root=last)
             check_bits(fd.broadcast(mine, last), plain[last], f"broadcast ({what})")
             check_bits(fd.all_gather(mine), torch.cat(plain), f"all_gather ({what})")
             check_bits(fd.all_gather(mine, 1), torch.cat(plain, 1), f"all_gather along 1 ({what})")
-            gathered = fd.gather(mine, last)
-            if group.rank == last:
-                check_bits(gathered, torch.cat(plain), f"gather ({what})")
+            check_gathered(group, last, fd.gather(mine, last), torch.cat(plain), f"gather ({what})")
             sizes = fd.compute_shard_sizes(mine.shape[0], p)
             scattered = fd.scatter(mine if group.rank == last else None, last)
-            check_bits(scattered, split_along(plain[last], sizes)[group.rank], f"scatter ({what})")
-            expected = split_along(fd.allreduce(plain[group.rank]), sizes)[group.rank]
+            check_bits(scattered, plain[last].split_with_sizes(sizes)[group.rank], f"scatter ({what})")
+            expected = fd.allreduce(plain[group.rank]).split_with_sizes(sizes)[group.rank]
             check_bits(fd.reduce_scatter(mine), expected, f"reduce_scatter ({what})")
             received = fd.all_to_all([mine] * p)
             for rank in range(p):
                 check_bits(received[rank], plain[rank], f"all_to_all ({what})")
             check_bits(raw_bytes(wholes[group.rank]), before, f"the input after all of it ({what})")
-
-
-def _seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def results_into_given_tensors(group: Backend) -> None:
@@ -89,28 +88,18 @@ def results_into_given_tensors(group: Backend) -> None:
     for rows in (2, 20, 6000):
         inputs = [elements(torch.float32, rows * 4, rank, seed=rows).view(rows, 4) for rank in range(p)]
         total = [tensor.view(-1) for tensor in inputs]
-        outs: dict[str, Callable[[], torch.Tensor]] = {
-            "another": lambda rows=rows: torch.empty(rows, 4),  # type: ignore[misc]
-            "transposed": lambda rows=rows: torch.empty(4, rows).t(),  # type: ignore[misc]
-            "sliced": lambda rows=rows: torch.empty(2 * rows, 9)[::2, 1::2],  # type: ignore[misc]
-            "negated": lambda rows=rows: torch.empty(rows, 4, dtype=torch.complex64).conj().imag,  # type: ignore[misc]
-            "negated, contiguous": lambda rows=rows: (  # type: ignore[misc]
-                torch.empty(rows, 4, dtype=torch.complex64).conj().imag.as_strided((rows, 4), (4, 1))
-            ),
-        }
-        for name, make in outs.items():
+        for name, make_out in _OUTS.items():
+            make = partial(make_out, rows)
             mine, out, what = inputs[group.rank], make(), f"{rows} rows into a tensor that is {name}"
             assert fd.allreduce(mine, out=out) is out, "allreduce returned another tensor than out="
             check_fold(group, out, fd.ReduceOp.SUM, total, f"allreduce of {what}")
             assert fd.async_allreduce(mine, out=make()).wait().shape == out.shape, "async_allreduce lost its shape"
             out = make()
             reduced = fd.reduce(mine, last, out=out if group.rank == last else None)
-            if group.rank == last:
-                assert reduced is out, "reduce returned another tensor than out="
-                check_fold(group, out, fd.ReduceOp.SUM, total, f"reduce of {what}")
+            assert group.rank != last or reduced is out, "reduce returned another tensor than out="
+            check_fold(group, reduced, fd.ReduceOp.SUM, total, f"reduce of {what}", root=last)
             out = make()
-            assert fd.broadcast(mine, last, out=out) is out, "broadcast returned another tensor than out="
-            check_bits(out, inputs[last], f"broadcast of {what}")
+            check_into(out, fd.broadcast(mine, last, out=out), inputs[last], f"broadcast of {what}")
         _in_place(group, inputs)
         _joined_and_divided(group, inputs)
         _gathered_and_scattered(group, inputs)
@@ -140,25 +129,22 @@ def _joined_and_divided(group: Backend, inputs: list[torch.Tensor]) -> None:
     joined = torch.cat(inputs)
     rows = len(inputs[0])
     out = torch.empty(4, p * rows).t()
-    assert fd.all_gather(inputs[rank], out=out) is out, "all_gather returned another tensor than out="
-    check_bits(out, joined, "all_gather into a transposed tensor")
+    check_into(out, fd.all_gather(inputs[rank], out=out), joined, "all_gather into a transposed tensor")
     out = torch.empty(rows, 4 * p)
     check_bits(fd.all_gather(inputs[rank], 1, out=out), torch.cat(inputs, 1), "all_gather along 1 with out=")
     buffer = torch.zeros(p * rows, 4)
-    buffer[rank * rows : (rank + 1) * rows] = inputs[rank]
-    fd.all_gather(buffer[rank * rows : (rank + 1) * rows], out=buffer)
+    fd.all_gather(buffer.chunk(p)[rank].copy_(inputs[rank]), out=buffer)
     check_bits(buffer, joined, "all_gather of a part of out=")
     sizes = fd.compute_shard_sizes(rows, p)
     plain = fd.reduce_scatter(inputs[rank])
     out = torch.empty(sizes[rank], 4)
-    assert fd.reduce_scatter_tensor(out, inputs[rank]) is out, "reduce_scatter_tensor returned another tensor"
-    check_bits(out, plain, "reduce_scatter_tensor")
+    check_into(out, fd.reduce_scatter_tensor(out, inputs[rank]), plain, "reduce_scatter_tensor")
     out = torch.empty(4, sizes[rank]).t()
     check_bits(fd.reduce_scatter(inputs[rank], out=out), plain, "reduce_scatter into a transposed tensor")
     mine = inputs[rank].clone()
-    start = sum(sizes[:rank])
-    fd.reduce_scatter(mine, out=mine[start : start + sizes[rank]])
-    check_bits(mine[start : start + sizes[rank]], plain, "reduce_scatter into its part of the input")
+    part = mine.split_with_sizes(sizes)[rank]
+    fd.reduce_scatter(mine, out=part)
+    check_bits(part, plain, "reduce_scatter into its part of the input")
 
 
 def _gathered_and_scattered(group: Backend, inputs: list[torch.Tensor]) -> None:
@@ -170,20 +156,18 @@ def _gathered_and_scattered(group: Backend, inputs: list[torch.Tensor]) -> None:
             whole = out[: len(joined), : joined.shape[1]]
             gathered = fd.gather(inputs[rank], last, dim=dim, out=whole if rank == last else None)
             if rank == last:
-                assert gathered is whole, "gather returned another tensor than out="
-                check_bits(whole, joined, f"gather along {dim} with out=")
+                check_into(whole, gathered, joined, f"gather along {dim} with out=")
             part = torch.empty(inputs[0].shape) if out.is_contiguous() else torch.empty(4, rows).t()
             scattered = fd.scatter(joined if rank == last else None, last, dim=dim, out=part)
-            assert scattered is part, "scatter returned another tensor than out="
-            check_bits(part, inputs[rank], f"scatter along {dim} with out=")
+            check_into(part, scattered, inputs[rank], f"scatter along {dim} with out=")
         sizes = [rank % 2 + 1 for rank in range(p)]
         parts = [tensor.narrow(dim, 0, size) for tensor, size in zip(inputs, sizes, strict=True)]
         uneven = torch.cat(parts, dim)
         for whole in (torch.empty(uneven.shape), torch.empty(uneven.t().shape).t()):
-            assert fd.all_gather_uneven(parts[rank], dim, out=whole) is whole, "all_gather_uneven returned another"
-            check_bits(whole, uneven, f"all_gather_uneven along {dim} with out=")
+            joined = fd.all_gather_uneven(parts[rank], dim, out=whole)
+            check_into(whole, joined, uneven, f"all_gather_uneven along {dim} with out=")
     buffer = torch.cat(inputs)
-    mine = buffer[rank * rows : (rank + 1) * rows]
+    mine = buffer.chunk(p)[rank]
     fd.scatter(buffer if rank == last else None, last, out=mine)
     check_bits(mine, inputs[rank], "scatter into a part of the input")
     buffer.zero_()
@@ -200,15 +184,12 @@ def _exchanged(group: Backend, inputs: list[torch.Tensor]) -> None:
     expected = [sent[src][rank] for src in range(p)]
     counts = [rows] * p
     for out in (torch.empty(p * rows, 4), torch.empty(4, p * rows).t()):
-        assert fd.all_to_all(torch.cat(sent[rank]), out=out) is out, "all_to_all returned another tensor than out="
-        check_bits(out, torch.cat(expected), "all_to_all with out=")
+        check_into(out, fd.all_to_all(torch.cat(sent[rank]), out=out), torch.cat(expected), "all_to_all with out=")
         out.zero_()
         back = fd.all_to_all_single_uneven(torch.cat(sent[rank]), counts, counts, out=out)
-        assert back is out, "all_to_all_single_uneven returned another tensor than out="
-        check_bits(out, torch.cat(expected), "all_to_all_single_uneven with out=")
+        check_into(out, back, torch.cat(expected), "all_to_all_single_uneven with out=")
         out.copy_(torch.cat(sent[rank]))
-        assert fd.async_all_to_all(out, out=out).wait() is out, "async_all_to_all returned another tensor than out="
-        check_bits(out, torch.cat(expected), "async_all_to_all in place")
+        check_into(out, fd.async_all_to_all(out, out=out).wait(), torch.cat(expected), "async_all_to_all in place")
         out.copy_(torch.cat(sent[rank]))
         fd.all_to_all_single_uneven(out, counts, counts, out=out)
         check_bits(out, torch.cat(expected), "all_to_all_single_uneven in place")
@@ -250,7 +231,7 @@ def many_outstanding_operations(group: Backend) -> None:
                 (fd.async_allreduce(inputs[rank]), total),
                 (fd.async_broadcast(inputs[rank], root), inputs[root]),
                 (fd.async_all_gather(inputs[rank]), torch.cat(inputs)),
-                (fd.async_reduce_scatter(inputs[rank]), split_along(total, sizes)[rank]),
+                (fd.async_reduce_scatter(inputs[rank]), total.split_with_sizes(sizes)[rank]),
                 (fd.async_all_to_all(torch.cat([inputs[rank]] * p)), torch.cat(inputs)),
             ]
     for handle, expected in reversed(pending):
@@ -274,7 +255,6 @@ def threads_with_groups_of_their_own(group: Backend) -> None:
     p = group.world_size
     members = [list(range(p)), list(range(p)), list(reversed(range(p))), list(range(0, p, 2)), [0, p - 1][: min(p, 2)]]
     groups = {i: SubBackend(group, ranks) for i, ranks in enumerate(members) if group.rank in ranks}
-    errors: list[BaseException] = []
 
     def work(mine: SubBackend, seed: int) -> None:
         try:
@@ -286,19 +266,16 @@ def threads_with_groups_of_their_own(group: Backend) -> None:
                 for handle in handles:
                     check_bits(handle.wait(), total, "a started call in a thread")
                 check_bits(fd.all_gather(inputs[mine.rank], group=mine), torch.cat(inputs), "an all_gather in a thread")
-        except BaseException as error:  # noqa: BLE001 - raised again in the check's thread
-            errors.append(error)
+        except BaseException as error:
             mine.abort(f"a thread failed: {error!r}")
+            raise
 
-    threads = [threading.Thread(target=work, args=(mine, seed)) for seed, mine in groups.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(groups)) as pool:
+        running = [pool.submit(work, mine, seed) for seed, mine in groups.items()]
     for mine in groups.values():
         mine.close()
-    if errors:
-        raise errors[0]
+    for thread in running:
+        thread.result()
     fd.barrier()
 
 
@@ -308,9 +285,8 @@ def coalesced_operations(group: Backend) -> None:
     with fd.coalesce():
         pass
     checks: list[tuple[fd.PendingCollective[torch.Tensor], torch.Tensor]] = []
-    inputs = [
-        [elements(dtype, n, r, seed=n) for r in range(p)] for dtype in (torch.float32, torch.int16) for n in _SIZES
-    ]
+    sizes = (0, 1, 2, 57, ONE_STEP_BYTES // 8)
+    inputs = [rank_inputs(group, dtype, n, seed=n) for dtype in (torch.float32, torch.int16) for n in sizes]
     plain = [fd.allreduce(tensors[rank]) for tensors in inputs]
     op = fd.premultiplied_sum(rank_factor(rank))
     scaled = fd.allreduce(inputs[1][rank], op)
@@ -332,9 +308,6 @@ def coalesced_operations(group: Backend) -> None:
     check_bits(in_place, plain[2], "a coalesced allreduce in place")
 
 
-_SIZES = (0, 1, 2, 57, ONE_STEP_BYTES // 8)
-
-
 def coalesce_blocks_that_fail(group: Backend) -> None:
     """When a coalesce block raises, nothing is sent, and its operations fail with that error."""
     pending: list[fd.PendingCollective[torch.Tensor]] = []
@@ -351,17 +324,13 @@ def coalesce_blocks_that_fail(group: Backend) -> None:
         lambda: block(bool),
     ]
     for then in wrong:
-        error = error_of(RuntimeError, lambda then=then: block(then), "a wrong call in a coalesce block")  # type: ignore[misc]
+        error = error_of(RuntimeError, partial(block, then), "a wrong call in a coalesce block")
         assert error_of(RuntimeError, pending[-1].wait, "an operation of a failed block") is error
-    check_bits(
-        fd.allreduce(torch.ones(4)), torch.full((4,), float(group.world_size)), "an allreduce after failed blocks"
-    )
+    total = torch.full((4,), float(group.world_size))
+    check_bits(fd.allreduce(torch.ones(4)), total, "an allreduce after failed blocks")
     other.abort("to see what coalesce does with a group that has failed")
     with fd.coalesce(other):
         handles = [fd.async_allreduce(torch.ones(4), group=other), fd.async_broadcast(torch.ones(4), group=other)]
     for handle in handles:
-        error_of(fd.GroupAbortedError, lambda handle=handle: handle.wait(0), "a coalesced call on a failed group")  # type: ignore[misc]
+        error_of(fd.GroupAbortedError, partial(handle.wait, 0), "a coalesced call on a failed group")
     other.close()
-
-
-CHECKS: tuple[CollectiveCheck, ...] = public_functions(__name__)

@@ -10,23 +10,16 @@ import ferrodist as fd
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.testing.conformance.collectives.oracle import (
     ONE_STEP_BYTES,
-    PAYLOAD_BYTES,
     SEGMENT_BYTES,
     check_bits,
+    check_gathered,
+    counts_around_thresholds,
     elements,
     rank_inputs,
-    split_along,
 )
-from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
-    from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
-
-
-def _counts(dtype: torch.dtype) -> list[int]:
-    edges = [limit // dtype.itemsize for limit in (PAYLOAD_BYTES, ONE_STEP_BYTES)]
-    return [0, 1, 3, *(edge + i for edge in edges for i in (-1, 0, 1))]
 
 
 def _move(group: Backend, dtype: torch.dtype, count: int, root: int) -> None:
@@ -36,11 +29,7 @@ def _move(group: Backend, dtype: torch.dtype, count: int, root: int) -> None:
     what = f"of {count} {dtype}, root {root}"
     check_bits(fd.broadcast(mine, root), inputs[root], f"broadcast {what}")
     check_bits(fd.all_gather(mine), joined, f"all_gather {what}")
-    gathered = fd.gather(mine, root)
-    if group.rank == root:
-        check_bits(gathered, joined, f"gather {what}")
-    else:
-        assert gathered.shape == (0,), f"gather {what}: rank {group.rank} got shape {tuple(gathered.shape)}"
+    check_gathered(group, root, fd.gather(mine, root), joined, f"gather {what}")
     part = fd.scatter(joined if group.rank == root else None, root)
     check_bits(part, mine, f"scatter {what}")
     sent = [
@@ -54,15 +43,15 @@ def _move(group: Backend, dtype: torch.dtype, count: int, root: int) -> None:
 
 def movement_of_every_dtype(group: Backend) -> None:
     """Elements of every dtype arrive with the same bits, NaN payloads and -0.0 included."""
-    for number, dtype in enumerate(DTYPES):
+    for index, dtype in enumerate(DTYPES):
         for count in (5, 203):
-            _move(group, dtype, count, root=number % group.world_size)
+            _move(group, dtype, count, root=index % group.world_size)
 
 
 def movement_of_every_size(group: Backend) -> None:
     """Sizes 0, 1, odd ones, and one below, at and above each threshold arrive whole."""
     for dtype in (torch.int32, torch.uint8):
-        for count in _counts(dtype):
+        for count in counts_around_thresholds(dtype):
             _move(group, dtype, count, root=count % group.world_size)
 
 
@@ -73,8 +62,7 @@ def movement_from_every_root(group: Backend) -> None:
             inputs = rank_inputs(group, torch.float32, count, seed=root)
             check_bits(fd.broadcast(inputs[group.rank], root), inputs[root], f"broadcast of {count} from {root}")
             gathered = fd.gather(inputs[group.rank], root)
-            if group.rank == root:
-                check_bits(gathered, torch.cat(inputs), f"gather of {count} to {root}")
+            check_gathered(group, root, gathered, torch.cat(inputs), f"gather of {count} to {root}")
             part = fd.scatter(torch.cat(inputs) if group.rank == root else None, root)
             check_bits(part, inputs[group.rank], f"scatter of {count} from {root}")
 
@@ -104,9 +92,7 @@ def dims_other_than_the_first(group: Backend) -> None:
         part = whole.chunk(p, dim)[rank]
         check_bits(fd.all_gather(part, dim), whole, f"all_gather along {dim}")
         check_bits(fd.async_all_gather(part, dim).wait(), whole, f"async_all_gather along {dim}")
-        gathered = fd.gather(part, p - 1, dim=dim)
-        if rank == p - 1:
-            check_bits(gathered, whole, f"gather along {dim}")
+        check_gathered(group, p - 1, fd.gather(part, p - 1, dim=dim), whole, f"gather along {dim}")
         check_bits(fd.scatter(whole if rank == 0 else None, dim=dim), part, f"scatter along {dim}")
         check_bits(fd.reduce_scatter(whole, dim=dim), part * p, f"reduce_scatter along {dim}")
         check_bits(fd.async_reduce_scatter(whole, dim=dim).wait(), part * p, f"async_reduce_scatter along {dim}")
@@ -119,16 +105,15 @@ def uneven_sizes(group: Backend) -> None:
         for dim in (0, 1):
             shape = (sum(sizes), 3) if dim == 0 else (3, sum(sizes))
             whole = torch.arange(3 * sum(sizes), dtype=torch.float64).view(shape)
-            part = split_along(whole, sizes, dim)[rank]
+            part = whole.split_with_sizes(sizes, dim)[rank]
             check_bits(fd.all_gather_uneven(part, dim), whole, f"all_gather_uneven of {sizes} along {dim}")
             gathered = fd.gather(part, p // 2, dim=dim)
-            if rank == p // 2:
-                check_bits(gathered, whole, f"gather of {sizes} along {dim}")
+            check_gathered(group, p // 2, gathered, whole, f"gather of {sizes} along {dim}")
     for total in (0, 1, p - 1, p + 1, 2 * p - 1):
         for dim in (0, 1):
             shape = (total, 3) if dim == 0 else (3, total)
             whole = torch.arange(3 * total, dtype=torch.int16).view(shape)
-            part = split_along(whole, fd.compute_shard_sizes(total, p), dim)[rank]
+            part = whole.split_with_sizes(fd.compute_shard_sizes(total, p), dim)[rank]
             scattered = fd.scatter(whole if rank == p - 1 else None, p - 1, dim=dim)
             check_bits(scattered, part, f"scatter of {total} along {dim}")
             check_bits(fd.reduce_scatter(whole, dim=dim), part * p, f"reduce_scatter of {total} along {dim}")
@@ -146,7 +131,7 @@ def uneven_exchange(group: Backend) -> None:
         sent = [torch.arange(2 * sum(counts[src]), dtype=torch.int32).view(-1, 2) + 1000 * src for src in range(p)]
         receive_counts = [counts[src][rank] for src in range(p)]
         result = fd.all_to_all_single_uneven(sent[rank], counts[rank], receive_counts)
-        expected = torch.cat([split_along(sent[src], counts[src])[rank] for src in range(p)])
+        expected = torch.cat([sent[src].split_with_sizes(counts[src])[rank] for src in range(p)])
         check_bits(result, expected, f"all_to_all_single_uneven with unit {unit}")
     empty = fd.all_to_all_single_uneven(torch.empty(0, 3), [0] * p, [0] * p)
     assert empty.shape == (0, 3), f"an exchange of nothing has shape {tuple(empty.shape)}"
@@ -158,7 +143,7 @@ def even_meets_uneven(group: Backend) -> None:
     for scale in (1, 50_000):
         counts = [[1 if 0 in (src, dst) else src * dst * scale for dst in range(p)] for src in range(p)]
         sent = [torch.arange(sum(counts[src]), dtype=torch.int64) + 1_000_000 * src for src in range(p)]
-        expected = torch.cat([split_along(sent[src], counts[src])[rank] for src in range(p)])
+        expected = torch.cat([sent[src].split_with_sizes(counts[src])[rank] for src in range(p)])
         if rank == 0:
             result = fd.all_to_all(sent[0])
         else:
@@ -173,16 +158,12 @@ def zero_dimensional_tensors(group: Backend) -> None:
     total = torch.tensor(p * (p + 1) / 2)
     check_bits(fd.allreduce(mine), total, "an allreduce of a number")
     check_bits(fd.async_allreduce(mine).wait(), total, "an async_allreduce of a number")
-    reduced = fd.reduce(mine, p - 1)
-    if rank == p - 1:
-        check_bits(reduced, total, "a reduce of a number")
+    check_gathered(group, p - 1, fd.reduce(mine, p - 1), total, "a reduce of a number")
     check_bits(fd.broadcast(mine, p - 1), torch.tensor(float(p)), "a broadcast of a number")
     everyone = torch.arange(1.0, p + 1)
     check_bits(fd.all_gather(mine), everyone, "an all_gather of numbers")
     check_bits(fd.all_gather_uneven(mine), everyone, "an all_gather_uneven of numbers")
-    gathered = fd.gather(mine, 0)
-    if rank == 0:
-        check_bits(gathered, everyone, "a gather of numbers")
+    check_gathered(group, 0, fd.gather(mine, 0), everyone, "a gather of numbers")
     for dst, number in enumerate(fd.all_to_all([torch.tensor(10 * rank + dst) for dst in range(p)])):
         check_bits(number, torch.tensor(10 * dst + rank), "an all_to_all of numbers")
 
@@ -201,6 +182,3 @@ def barriers_wait_for_all(group: Backend) -> None:
         (fd.barrier if root % 2 else fd.monitored_barrier)()
         request.wait(group.timeout)
         assert early == b"x", "a message sent before a barrier did not come"
-
-
-CHECKS: tuple[CollectiveCheck, ...] = public_functions(__name__)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
+import ferrodist as fd
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.collectives.reduce_op import DTYPES, Op, PremultipliedSum, ReduceOp
 
@@ -38,11 +39,6 @@ _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 _SPECIAL_VALUES = (0.0, -0.0, float("nan"), float("inf"), float("-inf"), 1.0)
 
 
-def all_reductions(factor: float = 0.75) -> tuple[Op, ...]:
-    """Every operation, with ``factor`` for the premultiplied sum."""
-    return *ReduceOp, PremultipliedSum(factor)
-
-
 def is_defined(dtype: torch.dtype, op: Op) -> bool:
     """Return whether ``op`` is defined for ``dtype``."""
     if dtype in (*_INTEGERS, torch.bool):
@@ -52,12 +48,13 @@ def is_defined(dtype: torch.dtype, op: Op) -> bool:
 
 def defined_reductions(dtype: torch.dtype, factor: float = 0.75) -> list[Op]:
     """The operations that are defined for ``dtype``."""
-    return [op for op in all_reductions(factor) if is_defined(dtype, op)]
+    return [op for op in (*ReduceOp, PremultipliedSum(factor)) if is_defined(dtype, op)]
 
 
 def undefined_reductions() -> Iterable[tuple[torch.dtype, Op]]:
     """The pairs that must raise TypeError."""
-    return [(dtype, op) for dtype in DTYPES for op in all_reductions() if not is_defined(dtype, op)]
+    every = (*ReduceOp, PremultipliedSum(0.75))
+    return [(dtype, op) for dtype in DTYPES for op in every if not is_defined(dtype, op)]
 
 
 def elements(dtype: torch.dtype, count: int, rank: int, seed: int = 0) -> torch.Tensor:
@@ -99,28 +96,24 @@ def expected_fold(op: Op, inputs: Sequence[torch.Tensor], factors: Sequence[floa
         if isinstance(op, PremultipliedSum):
             assert factors is not None
             working = [array * array.dtype.type(f) for array, f in zip(working, factors, strict=True)]
-        result = functools.reduce(_bool_step(op) if dtype is torch.bool else _step(op), working)
+        result = functools.reduce(_step(op, dtype), working)
         if op is ReduceOp.MEAN:
             result = result / result.dtype.type(len(inputs))
         return _encode(result if op in _ORDERED else _with_one_nan(result), dtype).view(shape)
 
 
-def _step(op: Op) -> Callable[[Array, Array], Array]:
+def _step(op: Op, dtype: torch.dtype) -> Callable[[Array, Array], Array]:
+    """The function of what has been folded so far, and the next rank's elements."""
     if isinstance(op, PremultipliedSum):
         return np.add
-    if op in _ORDERED:
-        better = np.less if op is ReduceOp.MIN else np.greater
-
-        def take_better(so_far: Array, more: Array) -> Array:
-            # NaN compares as neither less nor greater, so of two NaNs, and of 0.0 and -0.0, the first stays.
-            taken: Array = np.where(better(more, so_far) | (_is_nan(more) & ~_is_nan(so_far)), more, so_far)
-            return taken
-
-        return take_better
+    if dtype is torch.bool and op is not ReduceOp.BXOR:
+        return np.logical_and if op in (ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND) else np.logical_or
     steps: dict[ReduceOp, Callable[[Array, Array], Array]] = {
         ReduceOp.SUM: np.add,
         ReduceOp.MEAN: np.add,
         ReduceOp.PRODUCT: np.multiply,
+        ReduceOp.MIN: functools.partial(_take_better, np.less),
+        ReduceOp.MAX: functools.partial(_take_better, np.greater),
         ReduceOp.BAND: np.bitwise_and,
         ReduceOp.BOR: np.bitwise_or,
         ReduceOp.BXOR: np.bitwise_xor,
@@ -128,15 +121,13 @@ def _step(op: Op) -> Callable[[Array, Array], Array]:
     return steps[op]
 
 
+def _take_better(better: Callable[[Array, Array], Array], so_far: Array, more: Array) -> Array:
+    # NaN compares as neither less nor greater, so of two NaNs, and of 0.0 and -0.0, the first stays.
+    return np.where(better(more, so_far) | (_is_nan(more) & ~_is_nan(so_far)), more, so_far)
+
+
 def _is_nan(array: Array) -> Array:
-    found: Array = np.isnan(array) if array.dtype.kind == "f" else np.zeros(array.shape, np.bool_)
-    return found
-
-
-def _bool_step(op: Op) -> Callable[[Array, Array], Array]:
-    if op is ReduceOp.BXOR:
-        return np.logical_xor
-    return np.logical_and if op in (ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND) else np.logical_or
+    return np.isnan(array) if array.dtype.kind == "f" else np.zeros(array.shape, np.bool_)
 
 
 def _complex_product(inputs: list[Array]) -> Array:
@@ -151,22 +142,16 @@ def _complex_product(inputs: list[Array]) -> Array:
 
 def _with_one_nan(array: Array) -> Array:
     """``array`` with every NaN replaced by the one without sign and payload, as sums must have it."""
-    settled: Array = np.where(_is_nan(array), array.dtype.type(np.nan), array) if array.dtype.kind == "f" else array
-    return settled
+    return np.where(np.isnan(array), array.dtype.type(np.nan), array) if array.dtype.kind == "f" else array
 
 
 def _decode(flat: torch.Tensor) -> Array:
     """The elements in the type of the accumulation."""
-    array: Array
     if flat.dtype is torch.bfloat16:
-        array = (flat.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    elif flat.dtype in _FORMATS:
-        array = _FORMATS[flat.dtype].values()[flat.view(torch.uint8).numpy()]
-    elif flat.dtype is torch.float16:
-        array = flat.numpy().astype(np.float32)
-    else:
-        array = flat.numpy()
-    return array
+        return (flat.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if flat.dtype in _FORMATS:
+        return np.asarray(_FORMATS[flat.dtype].values()[flat.view(torch.uint8).numpy()])
+    return flat.numpy().astype(np.float32) if flat.dtype is torch.float16 else flat.numpy()
 
 
 def _encode(array: Array, dtype: torch.dtype) -> torch.Tensor:
@@ -219,18 +204,10 @@ class _Format8:
         up, down = self._grid[upper] - magnitude, magnitude - self._grid[lower]
         code = np.where((up < down) | ((up == down) & (upper % 2 == 0)), upper, lower)
         code = np.where(magnitude >= self._grid[-1], self._num_finite, code)
-        if not self._has_infinity and _torch_saturates():
-            code = np.minimum(code, self._num_finite - 1)
+        if not self._has_infinity and not torch.tensor(1e6).to(torch.float8_e4m3fn).isnan():
+            code = np.minimum(code, self._num_finite - 1)  # newer versions of torch saturate, older ones give NaN
         signed = code | np.where(np.signbit(array), 128, 0)
         return np.where(np.isnan(magnitude), 127, signed).astype(np.uint8)
-
-
-@functools.cache
-def _torch_saturates() -> bool:
-    """Return whether torch rounds numbers too large for float8_e4m3fn to its largest one, as newer versions do, or
-    to NaN.
-    """
-    return not torch.tensor(1e6).to(torch.float8_e4m3fn).isnan()
 
 
 _FORMATS = {
@@ -269,11 +246,24 @@ def check_bits(actual: torch.Tensor, expected: torch.Tensor, what: str, *, any_n
         )
 
 
+def check_into(out: torch.Tensor, result: object, expected: torch.Tensor, what: str) -> None:
+    """Assert that a call with ``out=`` returned that tensor, with the same bits as ``expected``."""
+    assert result is out, f"{what} returned another tensor than out="
+    check_bits(out, expected, what)
+
+
 # The sizes at which the reference implementation changes its algorithm. Other engines have other thresholds; checks on
 # both sides of these suit any.
 PAYLOAD_BYTES = 108
 ONE_STEP_BYTES = 64 * 1024
 SEGMENT_BYTES = 4 << 20
+
+
+def counts_around_thresholds(dtype: torch.dtype) -> list[int]:
+    """Counts 0 to 3, and one below, at and above each of the smaller thresholds."""
+    edges = [limit // dtype.itemsize for limit in (PAYLOAD_BYTES, ONE_STEP_BYTES)]
+    return [0, 1, 2, 3, *(edge + i for edge in edges for i in (-1, 0, 1))]
+
 
 SLACK_SECONDS = 1.5
 """Seconds past its deadline at which a call may return, on a busy machine with more ranks than cores."""
@@ -290,24 +280,40 @@ def rank_factor(rank: int) -> float:
 
 
 def check_fold(
-    group: Backend, actual: torch.Tensor, op: Op, inputs: Sequence[torch.Tensor], what: str, *, start: int = 0
+    group: Backend,
+    actual: torch.Tensor,
+    op: Op,
+    inputs: Sequence[torch.Tensor],
+    what: str,
+    *,
+    start: int = 0,
+    root: int | None = None,
 ) -> None:
-    """Assert that ``actual`` is the fold of ``inputs`` from element ``start`` on, bit for bit."""
-    factors = [rank_factor(rank) for rank in range(group.world_size)]
-    pieces = [tensor[start : start + actual.numel()] for tensor in inputs]
+    """Assert that ``actual`` is the fold of ``inputs`` from element ``start`` on, bit for bit.
+
+    With ``root`` other ranks have an empty tensor.
+    """
     dtype = str(actual.dtype).removeprefix("torch.")
     what = f"{what} of {inputs[0].numel()} {dtype} with {op}, rank {group.rank} of {group.world_size}"
+    if root not in (None, group.rank):
+        assert actual.shape == (0,), f"{what}, not its root {root}: shape {tuple(actual.shape)}"
+        return
+    factors = [rank_factor(rank) for rank in range(group.world_size)]
+    pieces = [tensor[start : start + actual.numel()] for tensor in inputs]
     check_bits(actual.reshape(-1), expected_fold(op, pieces, factors), what)
 
 
-def split_along(tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
-    """Split a tensor along a dim into one part for each rank."""
-    return [tensor.narrow(dim, start, size) for start, size in zip(shard_offsets(sizes), sizes, strict=True)]
+def check_gathered(group: Backend, root: int, actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Assert that the root has the bits of ``expected``, and other ranks an empty tensor."""
+    if group.rank == root:
+        check_bits(actual, expected, what)
+    else:
+        assert actual.shape == (0,), f"{what}: rank {group.rank} got shape {tuple(actual.shape)}"
 
 
-def shard_offsets(sizes: Sequence[int]) -> list[int]:
-    """The offset of each shard."""
-    return [sum(sizes[:rank]) for rank in range(len(sizes))]
+def shard_start(group: Backend, count: int) -> int:
+    """The first of this rank's elements, of ``count`` that are divided over the ranks."""
+    return sum(fd.compute_shard_sizes(count, group.world_size)[: group.rank])
 
 
 def duplicate_group(group: Backend) -> Backend:

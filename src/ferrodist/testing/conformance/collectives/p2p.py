@@ -12,11 +12,9 @@ import ferrodist as fd
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.testing.conformance.backend.harness import error_of
 from ferrodist.testing.conformance.collectives.oracle import SLACK_SECONDS, check_bits, elements
-from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
-    from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
 
 _LARGE = 300_000  # elements: above what any transport takes without a receiver
 
@@ -261,6 +259,3 @@ def objects_from_rank_to_rank(group: Backend) -> None:
         error_of(fd.ProtocolError, lambda: fd.recv_object(0, tag=5), "recv_object of a pickle")
         error_of(fd.ProtocolError, lambda: fd.recv_object(0, tag=6), "recv_object of bytes that are no object")
     fd.barrier()
-
-
-CHECKS: tuple[CollectiveCheck, ...] = public_functions(__name__)

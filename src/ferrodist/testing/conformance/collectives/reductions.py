@@ -10,23 +10,22 @@ import ferrodist as fd
 from ferrodist.collectives.reduce_op import DTYPES, Op, PremultipliedSum
 from ferrodist.testing.conformance.collectives.oracle import (
     ONE_STEP_BYTES,
-    PAYLOAD_BYTES,
     SEGMENT_BYTES,
     check_bits,
     check_fold,
+    check_gathered,
+    counts_around_thresholds,
     defined_reductions,
     rank_factor,
     rank_inputs,
     raw_bytes,
-    shard_offsets,
+    shard_start,
 )
-from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ferrodist.backends.base import Backend
-    from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
 
 _INF, _NAN = float("inf"), float("nan")
 
@@ -35,11 +34,6 @@ def _every_reduction(group: Backend) -> Iterator[tuple[torch.dtype, Op]]:
     for dtype in DTYPES:
         for op in defined_reductions(dtype, rank_factor(group.rank)):
             yield dtype, op
-
-
-def _counts_around_thresholds(dtype: torch.dtype) -> list[int]:
-    edges = [limit // dtype.itemsize for limit in (PAYLOAD_BYTES, ONE_STEP_BYTES)]
-    return [0, 1, 2, 3, *(edge + i for edge in edges for i in (-1, 0, 1))]
 
 
 def allreduce_of_every_dtype_and_operation(group: Backend) -> None:
@@ -52,15 +46,11 @@ def allreduce_of_every_dtype_and_operation(group: Backend) -> None:
 
 def reduce_of_every_dtype_and_operation(group: Backend) -> None:
     """A reduce gives its root the fold in rank order, whichever rank is the root, and others an empty tensor."""
-    for number, (dtype, op) in enumerate(_every_reduction(group)):
-        root = number % group.world_size
+    for index, (dtype, op) in enumerate(_every_reduction(group)):
+        root = index % group.world_size
         for count in (5, 203):
-            inputs = rank_inputs(group, dtype, count, seed=number)
-            result = fd.reduce(inputs[group.rank], root, op)
-            if group.rank == root:
-                check_fold(group, result, op, inputs, "reduce")
-            else:
-                assert result.shape == (0,), f"reduce gave rank {group.rank}, not its root, shape {tuple(result.shape)}"
+            inputs = rank_inputs(group, dtype, count, seed=index)
+            check_fold(group, fd.reduce(inputs[group.rank], root, op), op, inputs, "reduce", root=root)
 
 
 def reduce_scatter_of_every_dtype_and_operation(group: Backend) -> None:
@@ -68,23 +58,21 @@ def reduce_scatter_of_every_dtype_and_operation(group: Backend) -> None:
     for dtype, op in _every_reduction(group):
         for count in (5, 203):
             inputs = rank_inputs(group, dtype, count, seed=count)
-            start = shard_offsets(fd.compute_shard_sizes(count, group.world_size))[group.rank]
+            start = shard_start(group, count)
             check_fold(group, fd.reduce_scatter(inputs[group.rank], op), op, inputs, "reduce_scatter", start=start)
 
 
 def reductions_of_every_size(group: Backend) -> None:
     """Sizes 0, 1, odd ones, and one below, at and above each threshold give the same bits as any other."""
     for dtype, op in ((torch.float32, fd.ReduceOp.SUM), (torch.uint8, fd.ReduceOp.BXOR)):
-        for count in _counts_around_thresholds(dtype):
+        for count in counts_around_thresholds(dtype):
             inputs = rank_inputs(group, dtype, count, seed=count)
             mine = inputs[group.rank]
             check_fold(group, fd.allreduce(mine, op), op, inputs, "allreduce")
-            start = shard_offsets(fd.compute_shard_sizes(count, group.world_size))[group.rank]
+            start = shard_start(group, count)
             check_fold(group, fd.reduce_scatter(mine, op), op, inputs, "reduce_scatter", start=start)
             root = count % group.world_size
-            reduced = fd.reduce(mine, root, op)
-            if group.rank == root:
-                check_fold(group, reduced, op, inputs, "reduce")
+            check_fold(group, fd.reduce(mine, root, op), op, inputs, "reduce", root=root)
 
 
 def reductions_of_several_segments(group: Backend) -> None:
@@ -100,14 +88,10 @@ def reductions_of_several_segments(group: Backend) -> None:
     for rank in range(1, group.world_size):
         expected += input_of(rank)
     mine = input_of(group.rank)
-    sizes = fd.compute_shard_sizes(count, group.world_size)
-    start = shard_offsets(sizes)[group.rank]
-    part = fd.reduce_scatter(mine)
-    check_bits(part, expected[start : start + sizes[group.rank]], "a reduce_scatter of several segments")
+    shard = expected.split_with_sizes(fd.compute_shard_sizes(count, group.world_size))[group.rank]
+    check_bits(fd.reduce_scatter(mine), shard, "a reduce_scatter of several segments")
     root = group.world_size - 1
-    whole = fd.reduce(mine, root)
-    if group.rank == root:
-        check_bits(whole, expected, "a reduce of several segments")
+    check_gathered(group, root, fd.reduce(mine, root), expected, "a reduce of several segments")
     check_bits(fd.allreduce(mine, out=mine), expected, "an allreduce of several segments in place")
 
 
@@ -181,9 +165,7 @@ def factors_are_each_ranks_own(group: Backend) -> None:
             inputs = rank_inputs(group, dtype, count, seed=count)
             check_fold(group, fd.allreduce(inputs[group.rank], op), op, inputs, "allreduce")
             root = count % group.world_size
-            result = fd.reduce(inputs[group.rank], root, op)
-            if group.rank == root:
-                check_fold(group, result, op, inputs, "reduce")
+            check_fold(group, fd.reduce(inputs[group.rank], root, op), op, inputs, "reduce", root=root)
 
 
 def all_ranks_get_the_same_bits(group: Backend) -> None:
@@ -195,6 +177,3 @@ def all_ranks_get_the_same_bits(group: Backend) -> None:
             everyone = fd.all_gather(bits.unsqueeze(0))
             for rank, theirs in enumerate(everyone):
                 check_bits(theirs, bits, f"the bytes of an allreduce with {op} on rank {rank}")
-
-
-CHECKS: tuple[CollectiveCheck, ...] = public_functions(__name__)

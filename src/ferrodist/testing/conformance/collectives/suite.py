@@ -11,10 +11,11 @@ Results are compared bit for bit with an oracle that shares no arithmetic with f
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ferrodist.testing.conformance.collectives import arguments, calling, data_movement, failures, p2p, reductions
-from ferrodist.testing.conformance.runner import run_checks
+from ferrodist.testing.conformance.runner import public_functions, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
 
 COLLECTIVE_CHECKS: tuple[CollectiveCheck, ...] = (
-    *(*reductions.CHECKS, *data_movement.CHECKS, *calling.CHECKS),
-    *(*p2p.CHECKS, *arguments.CHECKS, *failures.CHECKS),
+    *(*public_functions(reductions), *public_functions(data_movement), *public_functions(calling)),
+    *(*public_functions(p2p), *public_functions(arguments)),
+    *(*map(failures.make_mismatch_check, failures.COLLECTIVES), *public_functions(failures)),
 )
 """All checks. Each takes the group of a rank, which is also the default group, and runs on every rank of a fresh group
 of any size; it raises when its rule is broken. On one rank the checks test little, but must pass too."""
@@ -39,12 +41,4 @@ def check_collectives(run: Callable[[CollectiveCheck], object]) -> None:
     Raises:
         AssertionError: Rules are broken; all of them are listed, and the first failure is the cause.
     """
-    run_checks("collectives", [(check.__name__, _running(run, check), ()) for check in COLLECTIVE_CHECKS])
-
-
-def _running(run: Callable[[CollectiveCheck], object], check: CollectiveCheck) -> Callable[[], None]:
-    def run_it() -> None:
-        run(check)
-
-    run_it.__doc__ = check.__doc__
-    return run_it
+    run_checks("collectives", [(check.__name__, check, partial(run, check)) for check in COLLECTIVE_CHECKS])

@@ -55,13 +55,17 @@ class PeerDirectory:
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
+        self._key = f"process/{rank}"
         self._record: PeerRecord | None = None
+        self._incarnation = 0
+        self._change_key = _change_key(rank, 0)
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def enter(self, address: str) -> PeerRecord:
         """Become the rank's newest process, which listens at an address, and notify the higher ranks."""
-        incarnation = self._store.add(f"incarnation/{self._rank}", 1, timeout=self._timeout)
+        incarnation = self._incarnation = self._store.add(f"incarnation/{self._rank}", 1, timeout=self._timeout)
+        self._change_key = _change_key(self._rank, incarnation)
         self._record = record = PeerRecord(incarnation, secrets.token_hex(8), address)
         self._store.delete(_change_key(self._rank, incarnation - 2), timeout=self._timeout)
         if incarnation > 1:  # wakes a process that this one replaces, if it lives
@@ -99,18 +103,6 @@ class PeerDirectory:
         if self._thread is not None:
             self._thread.join(timeout)
 
-    @property
-    def _incarnation(self) -> int:
-        return 0 if self._record is None else self._record.incarnation
-
-    @property
-    def _change_key(self) -> str:
-        return _change_key(self._rank, self._incarnation)
-
-    @property
-    def _key(self) -> str:
-        return f"process/{self._rank}"
-
     def _incarnation_of(self, rank: int) -> int:
         """The incarnation of a rank's newest process, or 0."""
         data = self._peek(f"incarnation/{rank}")
@@ -118,10 +110,6 @@ class PeerDirectory:
             return int(data or b"0")
         except ValueError:
             raise _foreign(f"incarnation/{rank}", data) from None
-
-    def _record_of(self, rank: int) -> PeerRecord | None:
-        data = self._peek(f"process/{rank}")
-        return _unpack(f"process/{rank}", data) if data else None
 
     def _write(self, record: PeerRecord) -> None:
         current = self._peek(self._key)
@@ -149,20 +137,16 @@ class PeerDirectory:
                     self._read(on_found)
                     self._store.get(self._change_key, timeout=_REREAD_SECONDS)
                     self._store.delete(self._change_key, timeout=self._timeout)
+            reason = f" Another process was started as rank {self._rank}: this one joins no rank again."
         except ProtocolError as error:
-            if not self._closed:
-                on_end(f" No process can join again: {error}.")
-            return
+            reason = f" No process can join again: {error}."
         except DistributedError as error:
-            if not self._closed:
-                on_end(f" No process can join again, for the store through which they meet is gone: {error}.")
-            return
+            reason = f" No process can join again, for the store through which they meet is gone: {error}."
         except Exception as error:  # noqa: BLE001 - no other thread reports it
             _log.exception("rank %d looks for other ranks no more", self._rank)
-            on_end(f" This process finds no other one any more: {describe_error(error)}.")
-            return
+            reason = f" This process finds no other one any more: {describe_error(error)}."
         if not self._closed:
-            on_end(f" Another process was started as rank {self._rank}: this one joins no rank again.")
+            on_end(reason)
 
     def _is_newest(self) -> bool:
         """Return True unless another process has replaced this one, as far as the store answers."""
@@ -175,9 +159,9 @@ class PeerDirectory:
 
     def _read(self, on_found: Callable[[int, PeerRecord], None]) -> None:
         for rank in range(self._rank):
-            record = self._record_of(rank)
-            if record is not None:
-                on_found(rank, record)
+            data = self._peek(f"process/{rank}")
+            if data:
+                on_found(rank, _unpack(f"process/{rank}", data))
 
 
 def _change_key(rank: int, incarnation: int) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from ferrodist.errors import ProtocolError
 from ferrodist.rendezvous import MemoryStore
-from ferrodist.rpc.peer_directory import PeerDirectory, _pack
+from ferrodist.rpc.tcp_directory import PeerDirectory, _pack
 from ferrodist.testing import check_leaks
 
 _PATIENCE = 60.0

@@ -6,12 +6,11 @@ import subprocess
 
 import pytest
 
-from ferrodist.bench import netns
-from ferrodist.bench.adapters import UnsupportedError
+from ferrodist.bench import environments
+from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import Case, Operation
-from ferrodist.bench.netns import EmulatedHosts, HostsUnavailableError, host_index
-from ferrodist.bench.processes import PeerFailedError
-from ferrodist.bench.targets import Iperf3Runner, Iperf3Target, parse_iperf3_rate
+from ferrodist.bench.environments import EmulatedHosts, PeerFailedError, host_index
+from ferrodist.bench.targets import Iperf3Target, parse_iperf3_rate
 
 
 @pytest.fixture
@@ -32,8 +31,8 @@ def test_the_first_ranks_are_on_the_first_host():
 def test_unavailable_hosts_raise_the_reason(monkeypatch, user, program, reason):
     """The reason says what is missing."""
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    monkeypatch.setattr(netns.shutil, "which", lambda name: program)
-    with pytest.raises(HostsUnavailableError, match=reason):
+    monkeypatch.setattr(environments.shutil, "which", lambda name: program)
+    with pytest.raises(PeerFailedError, match=reason):
         EmulatedHosts()
 
 
@@ -46,9 +45,9 @@ def test_hosts_are_removed_when_their_creation_fails(monkeypatch):
         return subprocess.CompletedProcess(command, int("link" in command), "", "no such device type")
 
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(netns.shutil, "which", lambda name: "/sbin/ip")
+    monkeypatch.setattr(environments.shutil, "which", lambda name: "/sbin/ip")
     monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(HostsUnavailableError, match="ip link add: no such device type"), EmulatedHosts():
+    with pytest.raises(PeerFailedError, match="ip link add: no such device type"), EmulatedHosts():
         pass
     assert [command[1:3] for command in commands[-2:]] == [["netns", "delete"]] * 2
 
@@ -99,13 +98,14 @@ def test_iperf3_transfers_in_the_directions_of_the_operation(monkeypatch, named)
     with pytest.raises(PeerFailedError, match="apt-get install iperf3"):
         Iperf3Target(named)
     size = 1 << 20
+    target = Iperf3Target.__new__(Iperf3Target)
+    target._hosts = named
     both, one = (
-        Iperf3Runner(named, Case(operation=operation, num_ranks=2, num_hosts=2, size_bytes=size))
+        target.client_command(Case(operation=operation, num_ranks=2, num_hosts=2, size_bytes=size), 64 << 20)
         for operation in (Operation.ALLREDUCE, Operation.SEND_RECV)
     )
-    assert ("--bidir" in both._command, "--bidir" in one._command) == (True, False)
-    assert one._command[one._command.index("--bytes") + 1] == str(64 << 20)
-    target = Iperf3Target.__new__(Iperf3Target)
+    assert ("--bidir" in both, "--bidir" in one) == (True, False)
+    assert one[one.index("--bytes") + 1] == str(64 << 20)
     for case in (
         Case(operation=Operation.ALLREDUCE, num_ranks=ranks, size_bytes=n) for ranks, n in [(2, 8), (4, size)]
     ):

@@ -27,10 +27,8 @@ from ferrodist.rpc.messages import (
     pack_result,
     unpack_result,
 )
-from ferrodist.rpc.refcount_protocol import RefCountClient, RefCountServer
-from ferrodist.rpc.rref import FETCH, METHOD, ReferenceId, RRef
-from ferrodist.rpc.rref_records import OwnedObject, owned_object, record_of
-from ferrodist.rpc.rref_transfer import RRefTransfer
+from ferrodist.rpc.refcount_protocol import RefCountClient, RefCountServer, RRefTransfer
+from ferrodist.rpc.rref import FETCH, METHOD, OwnedObject, ReferenceId, RRef, owned_object
 from ferrodist.rpc.server import RpcServer, refusal
 
 if TYPE_CHECKING:
@@ -51,7 +49,14 @@ class RRefManager(ValueCodec):
     """The remote objects that a rank makes and uses; packs and unpacks values with references."""
 
     def __init__(self, rank: int, world_size: int, timeout: float, executor: Executor, *, allow_pickle: bool) -> None:
-        codecs = {peer: self._codec_for(peer) for peer in range(world_size)}
+        codecs = {
+            peer: LeafCodec(
+                tag=REFERENCE_TAG,
+                encode=functools.partial(self._pack_reference, peer),
+                decode=functools.partial(self._unpack_reference, peer),
+            )
+            for peer in range(world_size)
+        }
         super().__init__(codecs, allow_pickle=allow_pickle)
         self.rank = rank
         self.world_size = world_size
@@ -82,23 +87,18 @@ class RRefManager(ValueCodec):
             content = write(value, self.extensions[peer])
             if packing.references is None:
                 return content, None
+            fork_id = packing.fork_id or 0
             is_loopback = peer == self.rank
-            transfer = RRefTransfer(
-                self.refcounts, self.tasks, peer, packing.references, packing.fork_id, is_loopback=is_loopback
-            )
-            return content, transfer
+            return content, RRefTransfer(self.refcounts, peer, packing.references, fork_id, is_loopback=is_loopback)
         finally:
             packing.references = None
 
     def create(self, owner: int, name: str, rest: tuple[Any, ...], timeout: float | None) -> RRef:
         """Have an owner make an object by an internal call; `rest` are its arguments after the object's id."""
         id_ = self._next_id(owner)
-        if owner != self.rank:
-            return self._table.create(id_, self.call(owner, name, (tuple(id_), *rest), timeout))
-        _, handle = self._table.add(id_)
-        assert handle is not None
-        self.call(owner, name, (tuple(id_), *rest), timeout)
-        return handle
+        handle = self._table.add(id_)[1] if owner == self.rank else None
+        creation = self.call(owner, name, (tuple(id_), *rest), timeout)
+        return self._table.create(id_, creation) if handle is None else handle
 
     def own(self, value: Any) -> RRef:
         """A reference to an object of this rank."""
@@ -148,13 +148,6 @@ class RRefManager(ValueCodec):
 
     # References in messages.
 
-    def _codec_for(self, peer: int) -> LeafCodec:
-        return LeafCodec(
-            tag=REFERENCE_TAG,
-            encode=functools.partial(self._pack_reference, peer),
-            decode=functools.partial(self._unpack_reference, peer),
-        )
-
     def _pack_reference(self, peer: int, value: Any) -> tuple[int, ...] | None:
         if not isinstance(value, RRef):
             return None
@@ -164,11 +157,11 @@ class RRefManager(ValueCodec):
         if packing.references is None:
             packing.references = []
         packing.references.append(value)
-        id_ = record_of(value).id
+        id_ = value._record.id
         if not self._is_third_owner(id_, peer):
             return tuple(id_)
         if packing.fork_id is None:
-            packing.fork_id = self.refcounts.next_fork_id()
+            packing.fork_id = next(self.refcounts.fork_ids)
         return (*id_, packing.fork_id)
 
     def _unpack_reference(self, peer: int, plain: Any) -> RRef:
