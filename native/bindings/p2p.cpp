@@ -280,7 +280,7 @@ void bind_p2p(nb::module_& m) {
                std::uint64_t number, bool accepts_shorter) {
                 return start(self, into, src, group, number, accepts_shorter ? Kind::receive_shorter : Kind::receive);
             },
-            "into"_a, "src"_a, "group"_a, "number"_a, "accepts_shorter"_a)
+            "into"_a, "src"_a, "group"_a, "number"_a, "accepts_shorter"_a = false)
         .def(
             "end_unmatched",
             [](P2PEngine& self, Request& request, std::size_t reason) {
