@@ -118,9 +118,9 @@ def test_pipeline_values_arrive_on_the_stages_device() -> None:
 
     def on_rank(group: Backend) -> None:
         if group.rank == 0:
-            parcel = PackedValue.of([torch.ones(2), torch.zeros(100_000), torch.ones(3)], "values")
-            assert parcel.is_on_gpu == [False] * 3
-            send_value(dataclasses.replace(parcel, is_on_gpu=[True, True, False]), 1, 0, group)
+            packed = PackedValue.of([torch.ones(2), torch.zeros(100_000), torch.ones(3)], "values")
+            assert packed.is_on_gpu == [False] * 3
+            send_value(dataclasses.replace(packed, is_on_gpu=[True, True, False]), 1, 0, group)
             fd.barrier()
         else:
             found = PendingRecv(0, 0, group, prefetch=False, device=_META).wait(Deadline(30.0))

@@ -12,7 +12,7 @@ from ferrodist.parallel.pipeline.stage import Stage, find_edges
 from ferrodist.testing import run_ranks
 
 LARGE, SMALL = torch.arange(100_000.0), torch.ones(3)
-"""What comes apart from its letter, and what comes in it."""
+"""A tensor that travels out-of-band, and one in-band."""
 
 
 def make(group):
@@ -22,7 +22,7 @@ def make(group):
 
 @torch.no_grad()
 def run(own, text, group, inputs=(), timeout=5):
-    """Do the actions of a text; gives what the last stage returned for each microbatch."""
+    """Run the actions of a text; returns the last stage's result for each microbatch."""
     taken = {}
 
     def take(microbatch, value):
