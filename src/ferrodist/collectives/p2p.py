@@ -16,20 +16,10 @@ from ferrodist.backends.tags import check_user_tag
 from ferrodist.collectives.arguments import check_out, check_tensor, group_and_timeout
 from ferrodist.collectives.engines.select import device_p2p_of
 from ferrodist.collectives.fast_path import NOT_STARTED, Progress, fast_recv, fast_recv_into, fast_send, fast_sendrecv
+from ferrodist.collectives.host_p2p import Recv, Send, batch_on_host, peer_name, receive_into, wait_for
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import check_dtype
-from ferrodist.collectives.tensor_protocol import (
-    MAX_DIMS,
-    Recv,
-    Send,
-    TensorReceive,
-    batch_on_host,
-    peer_name,
-    receive_into,
-    start_payload,
-    start_send,
-    wait_for,
-)
+from ferrodist.collectives.tensor_protocol import MAX_DIMS, TensorReceive, start_payload, start_send
 from ferrodist.deadline import Deadline
 from ferrodist.torch_private.profiling import is_profiling
 from ferrodist.wording import counted

@@ -6,8 +6,8 @@
 The first message travels under the user's tag, so tensors with one tag stay in order however many threads send or
 receive them. `TensorHeader` is dtype, shape, and the payload's id: a receiver finds a wrong shape or dtype before it
 receives a payload, and receives that straight into the tensor. The size of the first message says whether the elements
-are in it; a sender may choose two messages for any tensor. `start_send` sends a tensor, `TensorReceive` receives one,
-and `batch_on_host` runs several sends and receives at the same time.
+are in it; a sender may choose two messages for any tensor. `start_send` sends a tensor, `TensorReceive` receives one;
+`host_p2p.py` runs several at the same time.
 
 [Note: cancelled transfers]
 A send that is cancelled after its header has gone sends an empty message in place of the payload, at which the receiver
@@ -23,24 +23,21 @@ import itertools
 import math
 import struct
 import threading
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from ferrodist.backends.base import check_peer
-from ferrodist.backends.request import BaseRequest, wait_all
-from ferrodist.backends.stragglers import warn_about_late_peers
+from ferrodist.backends.request import BaseRequest
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag, check_user_tag
 from ferrodist.collectives.arguments import OutputBuffer, bytes_of, flatten, prepare_out
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.deadline import Deadline, Elapsed
+from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError, SizeMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import torch
     from typing_extensions import Buffer, Self
 
     from ferrodist.backends.base import Backend
@@ -449,89 +446,3 @@ class TensorReceive(BaseRequest):
                 self._num_restarts -= 1
                 if not self._num_restarts:
                     return
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """A send for `batch`: ``tensor`` to rank ``dst``, under ``tag``."""
-
-    tensor: torch.Tensor
-    dst: int
-    tag: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Recv:
-    """A receive for `batch`: into ``tensor`` from rank ``src`` (or `ANY_SOURCE`), under ``tag``."""
-
-    tensor: torch.Tensor
-    src: int
-    tag: int = 0
-
-
-def batch_on_host(operations: Sequence[Send | Recv], group: Backend, timeout: float) -> list[int]:
-    """`batch` of checked operations on the host."""
-    receives: dict[int, TensorReceive] = {}
-    requests: list[Request] = []
-    try:
-        for i, operation in enumerate(operations):
-            if isinstance(operation, Recv):
-                receives[i] = receive_into(group, operation)
-                requests.append(receives[i])
-        for operation in operations:
-            if isinstance(operation, Send):
-                requests.extend(start_send(group, operation.tensor, operation.dst, operation.tag))
-    except BaseException:
-        for request in requests:
-            request.cancel()
-        raise
-    what = ", ".join(
-        f"send to {peer_name(op.dst)}" if isinstance(op, Send) else f"recv from {peer_name(op.src)}"
-        for op in operations
-    )
-    wait_for(requests, Deadline(timeout), group, what)
-    for receive in receives.values():
-        receive.finish()
-    return [op.dst if isinstance(op, Send) else receives[i].peer for i, op in enumerate(operations)]
-
-
-def receive_into(group: Backend, operation: Recv) -> TensorReceive:
-    """Start a checked receive."""
-    tensor = operation.tensor
-    with torch.no_grad():
-        target = prepare_out(tensor, tensor.shape, tensor.dtype)
-    return TensorReceive(group, operation.src, operation.tag, shape=tensor.shape, dtype=tensor.dtype, target=target)
-
-
-def wait_for(requests: list[Request], deadline: Deadline, group: Backend, what: str) -> None:
-    """Wait for all requests; warns about stragglers, and names ``what`` in the error when the deadline passes."""
-
-    def warn(waiting: list[Request]) -> None:
-        receives = [request for request in waiting if isinstance(request, TensorReceive)]
-        sends = {request.peer for request in waiting if not isinstance(request, TensorReceive)}
-        stragglers = sends | {request.peer for request in receives if not request.is_coming}
-        warn_about_late_peers(
-            what,
-            sorted(stragglers - {ANY_SOURCE}),
-            is_sent=len(receives) < len(waiting),
-            group=group.name,
-            rank=group.rank,
-            elapsed=Elapsed.of(deadline),
-        )
-
-    try:
-        wait_all(requests, deadline, warn)
-    except DistributedTimeoutError as error:
-        if group.failure is not None:
-            raise
-        raise DistributedTimeoutError(
-            f"{what} on group {group.name!r}: not done after {deadline.elapsed():.2f} s of"
-            f" {deadline.timeout:g} s allowed{error.detail} (rank {group.rank}). The other side has not made the"
-            " matching call.",
-            ranks=tuple(rank for rank in error.ranks if rank != ANY_SOURCE),
-        ) from None
-
-
-def peer_name(rank: int) -> str:
-    """A peer in messages of errors."""
-    return "any rank" if rank == ANY_SOURCE else f"rank {rank}"

@@ -12,7 +12,8 @@ from ferrodist import deadline
 from ferrodist.backends.request import wait_all
 from ferrodist.backends.stragglers import is_speaker
 from ferrodist.backends.tags import Channel, channel_tag
-from ferrodist.collectives.tensor_protocol import TensorHeader, payload_ids, receive_into, start_payload, wait_for
+from ferrodist.collectives.host_p2p import receive_into, wait_for
+from ferrodist.collectives.tensor_protocol import TensorHeader, payload_ids, start_payload
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import MemoryStore
 from ferrodist.rendezvous.roll_call import JoinRequest, await_all, claim_rank, note_rejection
