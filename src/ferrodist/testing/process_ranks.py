@@ -81,14 +81,7 @@ def _text_stream(descriptor: int) -> IO[str]:
 
 
 def _report(connection: Connection, event: Event) -> None:
-    # Before the outcome: the parent may print its own text as soon as it has that.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    connection.send_bytes(_pack(event))
-
-
-def _pack(event: Event) -> bytes:
-    """Pickle an event, or if that is impossible one that says why."""
+    """Send an event; in place of one that does not pickle, one that says why."""
     outcome = event.outcome
     try:
         packed = pickle.dumps(event)
@@ -106,8 +99,11 @@ def _pack(event: Event) -> bytes:
         else:
             stand_in = RuntimeError(f"{outcome.summary} (a stand-in: the error itself does not pickle: {said})")
             outcome = replace(outcome, error=stand_in)
-        return pickle.dumps(replace(event, outcome=outcome))
-    return packed
+        packed = pickle.dumps(replace(event, outcome=outcome))
+    # Before the outcome: the parent may print its own text as soon as it has that.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send_bytes(packed)
 
 
 _STACK_TIMEOUT_SECONDS = 1.0

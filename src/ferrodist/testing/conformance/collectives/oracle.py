@@ -99,7 +99,7 @@ def expected_fold(op: Op, inputs: Sequence[torch.Tensor], factors: Sequence[floa
 
 
 def _step(op: Op, dtype: torch.dtype) -> Callable[[Array, Array], Array]:
-    """The function of what has been folded so far, and the next rank's elements."""
+    """One step of a fold: a function of the result so far and the next rank's elements."""
     if isinstance(op, PremultipliedSum):
         return np.add
     if dtype is torch.bool and op is not ReduceOp.BXOR:
