@@ -33,13 +33,6 @@ def draw_grid(shape: Sequence[int], axis_names: Sequence[str], ranks: Sequence[i
         replicate \ shard  0   1   2
                         0  0   1   2
                         1  3  [4]  5
-
-    Args:
-        shape: The sizes of the axes.
-        axis_names: The names of the axes.
-        ranks: The ranks in row-major order.
-        own: The rank to mark.
-        group: The name of the ranks' group.
     """
     sizes = " x ".join(f"{name} {size}" for name, size in zip(axis_names, shape, strict=True))
     this_rank = f"this is rank {own} in brackets" if own in ranks else f"without this rank, {own}"
@@ -254,7 +247,7 @@ class DeviceMesh:
             axis: The axis's name or index.
             rank: A rank of the mesh; None is this one.
         """
-        return self._along((self.axis_index(axis),), self._in_mesh(rank))
+        return self._along((self.axis_index(axis),), rank)
 
     def groups_along_axis(self, axis: str | int) -> list[tuple[int, ...]]:
         """The ranks of each group along an axis; together they are the mesh."""
@@ -276,7 +269,7 @@ class DeviceMesh:
         if len(set(chosen)) < len(chosen):
             raise ValueError(f"an axis comes twice in {_listed(names)}")
         shape = tuple(self._shape[index] for index in chosen)
-        return self._sub_mesh(shape, names, self._along(chosen, self._in_mesh(None)))
+        return self._sub_mesh(shape, names, self._along(chosen, None))
 
     def flatten(self, axis_name: str | None = None) -> DeviceMesh:
         """The same ranks along one axis; ``mesh["a", "b"].flatten()`` flattens two axes of several.
@@ -319,14 +312,9 @@ class DeviceMesh:
         mesh._init(self._groups, shape, axis_names, ranks)  # noqa: SLF001 - of its own class
         return mesh
 
-    def _in_mesh(self, rank: int | None) -> int:
-        chosen = self.parent.rank if rank is None else rank
-        self.coords(chosen)
-        return chosen
-
-    def _along(self, axes: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """The ranks that differ from a rank along some axes only, in row-major order of the axes as given."""
-        coords = list(self.coords(rank))
+    def _along(self, axes: tuple[int, ...], rank: int | None) -> tuple[int, ...]:
+        """The ranks that differ from a rank, or this one, along some axes only, in row-major order of these axes."""
+        coords = list(self.coords(self.parent.rank if rank is None else rank))
         found = []
         for values in itertools.product(*[range(self._shape[axis]) for axis in axes]):
             for axis, value in zip(axes, values, strict=True):

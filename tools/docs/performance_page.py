@@ -83,7 +83,7 @@ def _section(report: Report, picture: str | None) -> list[str]:
     if picture is not None:
         lines += [f"![Time over size, for each operation]({picture})", ""]
     for suite in Suite:
-        cases = [case for case in report.cases if case.suite == suite.value]
+        cases = [case for case in report.cases if case.suite is suite]
         if cases:
             lines += [f"### {TITLES[suite]}", "", *_suite_tables(cases)]
     return [*lines, "### Where ferrodist is slower, and what is missing", "", *_summary(report)]
@@ -92,7 +92,9 @@ def _section(report: Report, picture: str | None) -> list[str]:
 def _suite_tables(cases: Sequence[CaseReport]) -> list[str]:
     groups: dict[str, list[CaseReport]] = {}
     for case in cases:
-        title = ", ".join(filter(None, (case.operation, _where(case), case.dtype if case.size_bytes else "")))
+        title = ", ".join(
+            filter(None, (case.operation.value, _where(case), case.dtype.value if case.size_bytes else ""))
+        )
         groups.setdefault(title, []).append(case)
     lines = []
     for title, chosen in groups.items():
@@ -102,8 +104,8 @@ def _suite_tables(cases: Sequence[CaseReport]) -> list[str]:
 
 def _reasons(cases: Sequence[CaseReport]) -> list[str]:
     """The reasons of peers without a figure."""
-    found = {(name, reason): None for case in cases for name, reason in case.not_offered.items()}
-    return ["", *(f"- {Peer(name).title}: {reason}." for name, reason in found)] if found else []
+    found = {(peer, reason): None for case in cases for peer, reason in case.not_offered.items()}
+    return ["", *(f"- {peer.title}: {reason}." for peer, reason in found)] if found else []
 
 
 def _facts(report: Report) -> list[str]:
@@ -124,7 +126,7 @@ def _peer_table(report: Report) -> list[str]:
     for peer in report.peers:
         what = peer.reason or ", ".join(f"{name} {version}" for name, version in peer.versions.items())
         command = f"`{peer.command}`" if peer.command else "not measured"
-        lines.append(f"| {Peer(peer.peer).title} | {_where(peer)} | {_cell(what)} | {command} |")
+        lines.append(f"| {peer.peer.title} | {_where(peer)} | {_cell(what)} | {command} |")
     return lines
 
 
@@ -150,7 +152,7 @@ def _explanation(peer: Peer, *, has_limit: bool) -> str:
 def _figures(case: CaseReport, peer: Peer) -> str:
     measured = case.measurement(peer)
     if measured is None:
-        return "failed" if peer.value in case.failures else "-"
+        return "failed" if peer in case.failures else "-"
     median = case.format_value(measured.median)
     if peer in LIMITS:
         return median

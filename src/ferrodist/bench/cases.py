@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,34 +36,36 @@ ASYNCHRONOUS = {Operation.SUBMIT, Operation.OVERLAP}  # calls only start the ope
 ALLREDUCES = {Operation.ALLREDUCE, *ASYNCHRONOUS}  # of the case's size
 REDUCTIONS = {Operation.REDUCE_SCATTER, *ALLREDUCES}  # the others move bytes
 IN_PLACE = {Operation.BROADCAST, *ALLREDUCES}
-PARTITIONED = {
-    Operation.REDUCE_SCATTER,
-    Operation.ALL_GATHER,
-    Operation.ALL_TO_ALL,
-}  # a tensor has a part for each rank
+PARTITIONED = {Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL}  # a tensor has a part a rank
 GROUP_CREATIONS = {Operation.INIT, Operation.NEW_GROUP}
 UNSIZED = {Operation.BARRIER, *GROUP_CREATIONS}  # the size in bytes can't be chosen
 
 
-class DataType(enum.Enum):
-    """An element type, and the range in which its arithmetic is exact."""
-
-    FLOAT32 = "float32", 4, 24, -60, 100
-    FLOAT16 = "float16", 2, 11, -14, 26
-    BFLOAT16 = "bfloat16", 2, 8, -60, 100
+class _Record(enum.Enum):
+    """An enum of texts with further attributes: a member's tuple has its value, and then the annotated attributes."""
 
     _value_: str
+
+    def __new__(cls, value: str, *attributes: object) -> Self:
+        """Create a member."""
+        member = object.__new__(cls)
+        member._value_ = value
+        for name, attribute in zip(cls.__annotations__, attributes, strict=True):
+            setattr(member, name, attribute)
+        return member
+
+
+class DataType(_Record):
+    """An element type, and the range in which its arithmetic is exact."""
+
     size_bytes: int  # of an element
     significand_bits: int  # integers up to 2 to this power are exact
     start_exponent: int  # inputs are scaled by 2 to this power, so that repeated sums have room to grow
     growth_bits: int  # scaled inputs of 1 to 8 may grow by 2 to this power and stay finite
 
-    def __new__(cls, name: str, *limits: int) -> Self:
-        """Create a member, whose value is the name."""
-        member = object.__new__(cls)
-        member._value_ = name
-        member.size_bytes, member.significand_bits, member.start_exponent, member.growth_bits = limits
-        return member
+    FLOAT32 = "float32", 4, 24, -60, 100
+    FLOAT16 = "float16", 2, 11, -14, 26
+    BFLOAT16 = "bfloat16", 2, 8, -60, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,22 +96,18 @@ class Case:
         """Elements of a rank's output."""
         return self.num_elements // (self.num_ranks if self.operation is Operation.REDUCE_SCATTER else 1)
 
-    def as_plain(self) -> dict[str, Any]:
-        """The fields, with names for enums."""
-        return {**asdict(self), "operation": self.operation.value, "dtype": self.dtype.value}
-
-    @classmethod
-    def from_plain(cls, fields: dict[str, Any]) -> Case:
-        """The inverse of `as_plain`."""
-        return cls(**{**fields, "operation": Operation(fields["operation"]), "dtype": DataType(fields["dtype"])})
-
     def partner(self, rank: int) -> int | None:
         """The rank that a rank exchanges messages with: the first and the last do, which are on different hosts."""
         return {0: self.num_ranks - 1, self.num_ranks - 1: 0}.get(rank)
 
 
-class Peer(enum.Enum):
-    """A library with its settings: name on the command line, title in tables, line in plots, ferrodist's backend."""
+class Peer(_Record):
+    """A library with its settings; the value is its name on the command line."""
+
+    title: str  # in tables
+    color: str  # of its line in plots
+    line_style: str
+    backend: str  # ferrodist's; "" for other libraries
 
     NATIVE = "native", "ferrodist", "#08519c", "-", "native"
     NATIVE_SYMMETRIC = "native-symmetric", "ferrodist, symmetric", "#08519c", "--", "native"
@@ -118,27 +116,14 @@ class Peer(enum.Enum):
     OVER_MPI = "mpi", "ferrodist, MPI", "#a1d99b", "-", "mpi"
     OVER_UCC = "ucc", "ferrodist, UCC", "#dd1c77", "-", "ucc"
     OVER_NCCL = "nccl", "ferrodist, NCCL", "#76b900", "-", "nccl"
-    GLOO = "gloo", "gloo", "#d95f0e", "-"
-    MPICH = "mpich", "MPICH", "#31a354", "-"
-    MPICH_SINGLE = "mpich-single", "MPICH single", "#31a354", "--"
-    OPENMPI = "openmpi", "Open MPI", "#756bb1", "-"
-    OPENMPI_SINGLE = "openmpi-single", "Open MPI single", "#756bb1", "--"
-    MPI4PY = "mpi4py", "mpi4py", "#bcbddc", "-"
-    LIMIT = "limit", "memcpy (limit)", "#888888", ":"
-    IPERF3 = "iperf3", "iperf3 (limit)", "#888888", ":"
-
-    _value_: str
-    title: str
-    color: str
-    line_style: str
-    backend: str  # "" for other libraries
-
-    def __new__(cls, name: str, title: str = "", color: str = "", line_style: str = "", backend: str = "") -> Self:
-        """Create a member, whose value is the name."""
-        member = object.__new__(cls)
-        member._value_, member.title, member.backend = name, title, backend
-        member.color, member.line_style = color, line_style
-        return member
+    GLOO = "gloo", "gloo", "#d95f0e", "-", ""
+    MPICH = "mpich", "MPICH", "#31a354", "-", ""
+    MPICH_SINGLE = "mpich-single", "MPICH single", "#31a354", "--", ""
+    OPENMPI = "openmpi", "Open MPI", "#756bb1", "-", ""
+    OPENMPI_SINGLE = "openmpi-single", "Open MPI single", "#756bb1", "--", ""
+    MPI4PY = "mpi4py", "mpi4py", "#bcbddc", "-", ""
+    LIMIT = "limit", "memcpy (limit)", "#888888", ":", ""
+    IPERF3 = "iperf3", "iperf3 (limit)", "#888888", ":", ""
 
     @property
     def mpi_wheel(self) -> str | None:
@@ -185,66 +170,64 @@ _SIZES = (8, 128, *(n * _KIB for n in (1, 4, 16, 64, 256)), *(n * _MIB for n in 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SuiteDefaults:
-    """A suite's operations, and its defaults."""
+class SuitePlan:
+    """A suite by default, or as a run measures it: every combination of these, where an operation has a size."""
 
-    operations: tuple[Operation, ...]
-    peers: tuple[Peer, ...]
-    optional_peers: tuple[Peer, ...] = _OPTIONAL  # measured if they are named
-    sizes: tuple[int, ...] = _SIZES
-    quick_sizes: tuple[int, ...] = (8, 16 * _KIB, _MIB)  # for --quick
-    ranks: tuple[int, ...] = (2,)
-    full_ranks: tuple[int, ...] = (2,)  # for --full
+    suite: Suite
+    operations: Sequence[Operation]
+    peers: Sequence[Peer]
+    optional_peers: Sequence[Peer] = _OPTIONAL  # measured if they are named
+    dtypes: Sequence[DataType] = (DataType.FLOAT32,)
+    sizes: Sequence[int] = _SIZES
+    quick_sizes: Sequence[int] = (8, 16 * _KIB, _MIB)  # for --quick
+    ranks: Sequence[int] = (2,)
+    full_ranks: Sequence[int] = (2,)  # for --full
     num_hosts: int = 1
 
 
-SUITES = {
-    Suite.COLLECTIVES: SuiteDefaults(
+_DEFAULTS = (
+    SuitePlan(
+        suite=Suite.COLLECTIVES,
         operations=tuple(Operation)[: list(Operation).index(Operation.BARRIER) + 1],
         peers=(Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO, *_ALL_MPIS, Peer.LIMIT),
         sizes=(*_SIZES, 256 * _MIB),
         full_ranks=(2, 4),
     ),
-    Suite.MESSAGES: SuiteDefaults(
-        operations=(Operation.SEND_RECV,), peers=(Peer.NATIVE, Peer.GLOO, *_ALL_MPIS, Peer.LIMIT)
+    SuitePlan(
+        suite=Suite.MESSAGES,
+        operations=(Operation.SEND_RECV,),
+        peers=(Peer.NATIVE, Peer.GLOO, *_ALL_MPIS, Peer.LIMIT),
     ),
-    Suite.SUBMIT: SuiteDefaults(
+    SuitePlan(
+        suite=Suite.SUBMIT,
         operations=(Operation.SUBMIT,),
         peers=(Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO, *_MPIS),
         sizes=(8, 64 * _KIB),
         quick_sizes=(8,),
     ),
-    Suite.OVERLAP: SuiteDefaults(
+    SuitePlan(
+        suite=Suite.OVERLAP,
         operations=(Operation.OVERLAP,),
         peers=(Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO, *_MPIS),
         sizes=(64 * _MIB,),
         quick_sizes=(_MIB,),
     ),
-    Suite.GROUPS: SuiteDefaults(
+    SuitePlan(
+        suite=Suite.GROUPS,
         operations=(Operation.INIT, Operation.NEW_GROUP),
         peers=(Peer.NATIVE, Peer.GLOO, *_MPIS),
         ranks=(2, 8),
         full_ranks=(2, 8),
     ),
-    Suite.HOSTS: SuiteDefaults(
+    SuitePlan(
+        suite=Suite.HOSTS,
         operations=(Operation.ALLREDUCE, Operation.SEND_RECV),
         peers=(Peer.NATIVE, Peer.GLOO, Peer.OPENMPI, Peer.IPERF3),
         optional_peers=(Peer.TCP, Peer.OPENMPI_SINGLE),
         num_hosts=2,
     ),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SuitePlan:
-    """One suite of a run: every combination of these, where an operation has a size."""
-
-    suite: Suite
-    operations: Sequence[Operation]
-    ranks: Sequence[int]
-    dtypes: Sequence[DataType]
-    sizes: Sequence[int]
-    peers: Sequence[Peer]
+)
+SUITES = {plan.suite: plan for plan in _DEFAULTS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,14 +260,13 @@ class Stage:
 
     def cases(self) -> list[tuple[SuitePlan, Case]]:
         """The cases in order, each with its suite."""
-        found = []
-        for plan in self.suites:
-            for operation in plan.operations:
-                for dtype, size in (
-                    [(DataType.FLOAT32, 0)] if operation in UNSIZED else product(plan.dtypes, plan.sizes)
-                ):
-                    found.append((plan, Case(operation, self.num_ranks, self.num_hosts, dtype, size)))
-        return found
+        no_size = [(DataType.FLOAT32, 0)]
+        return [
+            (plan, Case(operation, self.num_ranks, self.num_hosts, dtype, size))
+            for plan in self.suites
+            for operation in plan.operations
+            for dtype, size in (no_size if operation in UNSIZED else product(plan.dtypes, plan.sizes))
+        ]
 
 
 def plan_stages(suites: Sequence[SuitePlan]) -> list[Stage]:
@@ -292,5 +274,5 @@ def plan_stages(suites: Sequence[SuitePlan]) -> list[Stage]:
     stages: dict[tuple[int, int], list[SuitePlan]] = {}
     for plan in suites:
         for num_ranks in plan.ranks:
-            stages.setdefault((SUITES[plan.suite].num_hosts, num_ranks), []).append(plan)
+            stages.setdefault((plan.num_hosts, num_ranks), []).append(plan)
     return [Stage(*key, stages[key]) for key in sorted(stages)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,7 +17,6 @@ from ferrodist.bench.cases import (
     Operation,
     Peer,
     Suite,
-    SuitePlan,
     plan_stages,
 )
 from ferrodist.installation import describe_missing
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import argparse
     import enum
 
+    from ferrodist.bench.cases import SuitePlan
     from ferrodist.bench.report import Report
 
     Choice = TypeVar("Choice", bound=enum.Enum)
@@ -113,35 +114,26 @@ def _parse_bytes(text: str) -> int:
 def run_bench(options: BenchOptions) -> int:
     """Measure, print and write; returns the exit code.
 
-    1 when a peer failed or gave a wrong result in a case, ferrodist or the backend that was asked for could not be
-    measured, or the extra ``bench`` is not installed; 130 for Ctrl-C, after the partial report is written.
+    1 when a peer failed or gave a wrong result in a case, ferrodist could not be measured, or the extra ``bench`` is
+    not installed. RequiredPeerError: the backend that was asked for can't be measured. Then, and after Ctrl-C, there is
+    a report of the cases that were measured.
     """
     if missing := describe_missing("bench", "bench", _REQUIRED):
         print_warning(missing)
         return 1
-    # Imported here: these need msgspec and the extra.
-    from ferrodist.bench.display import RunDisplay  # noqa: PLC0415
-    from ferrodist.bench.driver import RequiredPeerError, run_suites  # noqa: PLC0415
-    from ferrodist.bench.report import Report  # noqa: PLC0415
+    from ferrodist.bench.driver import RunDisplay, run_suites  # noqa: PLC0415 - needs the extra
+    from ferrodist.bench.report import Report  # noqa: PLC0415 - needs msgspec
 
     options.output.mkdir(parents=True, exist_ok=True)
     seconds = f"{options.seconds:g}"
     settings = {"rounds": str(options.num_rounds), "seconds for a case": seconds, "threads of a rank": "1"}
     report = Report(settings=settings)
-    code = None
-    with RunDisplay(sum(len(stage.cases()) for stage in plan_stages(options.suites))) as display:
-        try:
+    try:
+        with RunDisplay(sum(len(stage.cases()) for stage in plan_stages(options.suites))) as display:
             run_suites(options, report, display)
-        except KeyboardInterrupt:
-            code = 130
-        except RequiredPeerError as error:
-            code, missing = 1, f"ferrodist: {error}\n"
-    if report.cases or not missing:
-        _write_results(options.output, report)
-    if missing:
-        print_warning(missing)
-    if code is not None:
-        return code
+    finally:
+        if report.cases or report.is_complete:
+            _write_results(options.output, report)
     return 1 if report.failures or not any(case.ours for case in report.cases) else 0
 
 
@@ -159,7 +151,7 @@ def _write_results(folder: Path, report: Report) -> None:
         sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _suite_plans(arguments: argparse.Namespace) -> tuple[SuitePlan, ...]:
+def _suite_plans(arguments: argparse.Namespace) -> list[SuitePlan]:
     """The chosen suites, with their defaults where the options leave something open."""
     suites = _choices("--suites", arguments.suites or (_values(Suite) if arguments.full else "collectives"), Suite)
     operations = _choices("--operations", arguments.operations or _values(Operation), Operation)
@@ -168,26 +160,25 @@ def _suite_plans(arguments: argparse.Namespace) -> tuple[SuitePlan, ...]:
     sizes = parse_sizes(arguments.sizes) if arguments.sizes else None
     dtypes = _choices("--dtypes", arguments.dtypes, DataType)
     plans = []
-    for suite in suites:
-        defaults = SUITES[suite]
-        possible = {*defaults.peers, *defaults.optional_peers}
+    for default in map(SUITES.__getitem__, suites):
+        possible = {*default.peers, *default.optional_peers}
         if not arguments.backend or possible.issuperset(BACKENDS[arguments.backend]):
-            plan = SuitePlan(
-                suite=suite,
-                operations=[operation for operation in defaults.operations if operation in operations],
-                ranks=ranks or (defaults.full_ranks if arguments.full else defaults.ranks),
+            plan = replace(
+                default,
+                operations=[operation for operation in default.operations if operation in operations],
+                ranks=ranks or (default.full_ranks if arguments.full else default.ranks),
                 dtypes=dtypes,
-                sizes=sizes or (defaults.quick_sizes if arguments.quick else defaults.sizes),
-                peers=defaults.peers if peers is None else [peer for peer in peers if peer in possible],
+                sizes=sizes or (default.quick_sizes if arguments.quick else default.sizes),
+                peers=default.peers if peers is None else [peer for peer in peers if peer in possible],
             )
             plans.append(plan)
-    suite_names = ", ".join(suite.value for suite in suites)
-    if not any(plan.peers for plan in plans):
-        option = "--backend" if arguments.backend else "--peers"
-        raise ValueError(f"{option}: none of these belongs to {suite_names}")
-    if not any(plan.operations for plan in plans):
-        raise ValueError(f"--operations: none of these belongs to {suite_names}")
-    return tuple(plan for plan in plans if plan.operations and plan.peers)
+    for option, is_left in (
+        ("--backend" if arguments.backend else "--peers", any(plan.peers for plan in plans)),
+        ("--operations", any(plan.operations for plan in plans)),
+    ):
+        if not is_left:
+            raise ValueError(f"{option}: none of these belongs to {', '.join(suite.value for suite in suites)}")
+    return [plan for plan in plans if plan.operations and plan.peers]
 
 
 def _values(kind: type[enum.Enum]) -> str:

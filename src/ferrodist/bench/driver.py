@@ -6,35 +6,29 @@ In a case all peers alternate, round after round, so that a disturbance of the m
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import Case, Peer, format_ranks, plan_stages
 from ferrodist.bench.environments import EmulatedHosts, PeerFailedError
-from ferrodist.bench.processes import RankGroup
-from ferrodist.bench.report import (
-    CaseReport,
-    Measurement,
-    PeerReport,
-    Report,
-    available_bytes,
-    case_lines,
-    format_bytes,
-)
-from ferrodist.bench.targets import Iperf3Target, RankTarget
+from ferrodist.bench.report import CaseReport, Measurement, PeerReport, available_bytes, case_lines, format_bytes
+from ferrodist.bench.targets import Iperf3, RankGroup
+from ferrodist.errors import DistributedError
+from ferrodist.progress import Bars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ferrodist.bench.cases import BenchOptions, Stage, Suite
-    from ferrodist.bench.display import RunDisplay
+    from ferrodist.bench.report import Report
     from ferrodist.bench.targets import Runner
-
-    BenchTarget = RankTarget | Iperf3Target
 
 MIN_ROUNDS = 5  # a case has at least this many rounds, whatever they take
 
@@ -43,8 +37,39 @@ _MEMORY_SHARE = 0.7
 _MAX_FOLDER_CHARACTERS = 70  # a Unix socket's path has at most 107 characters, and ours are in folders below
 
 
-class RequiredPeerError(Exception):
+class RequiredPeerError(DistributedError):
     """The required peer can't be measured; the message says why."""
+
+
+class RunDisplay(Bars):
+    """Lines that stay, and on a terminal a bar below them; a context. The console is standard output by default."""
+
+    def __init__(self, num_cases: int, console: Console | None = None) -> None:
+        super().__init__(
+            console or Console(),
+            TextColumn("{task.fields[title]}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("case {task.fields[number]} of {task.total}"),
+            TimeElapsedColumn(),
+            # A thread that redraws would take a processor from the ranks while they are timed.
+            auto_refresh=False,
+        )
+        self._num_begun, self._task = 0, self.add_task("", total=num_cases, title="starting", number=0)
+
+    def begin_case(self, title: str) -> None:
+        """Show the next case."""
+        self._num_begun += 1
+        self.update(self._task, title=title, number=self._num_begun)
+        self.show_done(0)
+
+    def show_done(self, share: float) -> None:
+        """Show the finished share of the case."""
+        self.update(self._task, completed=self._num_begun - 1 + share, refresh=True)
+
+    def print_lines(self, *lines: str) -> None:
+        """Print lines that stay."""
+        self.console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+        self.refresh()
 
 
 def run_suites(options: BenchOptions, report: Report, display: RunDisplay) -> None:
@@ -58,7 +83,7 @@ def run_suites(options: BenchOptions, report: Report, display: RunDisplay) -> No
         report.seconds = round(time.monotonic() - begin, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Run:
     options: BenchOptions
     report: Report
@@ -79,81 +104,92 @@ class _Run:
 
     def _start_peers(
         self, stage: Stage, title: str, hosts: EmulatedHosts | None, stack: contextlib.ExitStack
-    ) -> dict[Peer, BenchTarget]:
+    ) -> dict[Peer, RankGroup | Iperf3]:
         """Start the available peers of a stage, which ``stack`` ends; the report says why others are missing."""
         base = tempfile.gettempdir()
         base = base if len(base) < _MAX_FOLDER_CHARACTERS else "/tmp"  # noqa: S108 - the folder's name can't be guessed
         parent = stack.enter_context(tempfile.TemporaryDirectory(prefix="ferrodist-bench-", dir=base))
-        targets: dict[Peer, BenchTarget] = {}
+        targets: dict[Peer, RankGroup | Iperf3] = {}
         required = self.options.required
         for peer in sorted(stage.peers, key=lambda peer: peer is not required):
-            facts = PeerReport(peer=peer.value, num_ranks=stage.num_ranks, num_hosts=stage.num_hosts)
+            facts = PeerReport(peer=peer, num_ranks=stage.num_ranks, num_hosts=stage.num_hosts)
             self.report.peers.append(facts)
             try:
-                started: RankGroup | Iperf3Target
-                if peer is Peer.IPERF3:
-                    assert hosts is not None, "only suites of several hosts have this peer"
-                    targets[peer] = started = stack.enter_context(Iperf3Target(hosts))
-                else:
-                    folder = Path(parent, peer.value)
-                    folder.mkdir()
-                    timeout, log = _START_TIMEOUT_SECONDS, lambda line: self.display.print_lines([f"{line} ..."])
-                    started = RankGroup(peer, stage.num_ranks, folder=folder, timeout=timeout, log=log, hosts=hosts)
-                    targets[peer] = RankTarget(stack.enter_context(started), self.options.seconds)
+                target = targets[peer] = self._start_peer(peer, stage, hosts, Path(parent, peer.value))
             except PeerFailedError as error:
                 facts.reason = str(error)
                 if peer is required:
                     raise RequiredPeerError(f"{peer.value} can't be measured on {title}: {error}") from None
-                self.display.print_lines([f"{peer.title} on {title} is left out: {error}"])
+                self.display.print_lines(f"{peer.title} on {title} is left out: {error}")
                 continue
-            facts.versions, facts.command = started.versions, _format_command(started.command)
-            versions = ", ".join(" ".join(item) for item in started.versions.items())
-            self.display.print_lines([f"{peer.title} on {title}: {versions}"])
+            stack.callback(target.close)
+            facts.versions, facts.command = target.versions, _format_command(target.command)
+            versions = ", ".join(" ".join(item) for item in target.versions.items())
+            self.display.print_lines(f"{peer.title} on {title}: {versions}")
         return targets
 
-    def _measure(self, suite: Suite, case: Case, targets: Sequence[BenchTarget]) -> None:
+    def _start_peer(self, peer: Peer, stage: Stage, hosts: EmulatedHosts | None, folder: Path) -> RankGroup | Iperf3:
+        if peer is Peer.IPERF3:
+            assert hosts is not None, "only suites of several hosts have this peer"
+            return Iperf3(hosts)
+        folder.mkdir()
+        return RankGroup(
+            peer,
+            stage.num_ranks,
+            folder=folder,
+            timeout=_START_TIMEOUT_SECONDS,
+            max_seconds=self.options.seconds,
+            log=lambda line: self.display.print_lines(f"{line} ..."),
+            hosts=hosts,
+        )
+
+    def _measure(self, suite: Suite, case: Case, targets: Sequence[RankGroup | Iperf3]) -> None:
         size = f" of {format_bytes(case.size_bytes)}" if case.size_bytes else ""
         title = f"{case.operation.value}{size} on {case.num_ranks} ranks"
-        self.display.begin_case(title, self.options.num_rounds)
+        self.display.begin_case(title)
         elements, free = case.input_elements + case.output_elements, available_bytes()
         needed = elements * case.dtype.size_bytes * case.num_ranks * len(targets)
         if free and needed > _MEMORY_SHARE * free:
             need = f"all peers' ranks together need {format_bytes(needed)}, and {format_bytes(free)} are free"
             self._skip(f"{title}: {need}")
             return
-        measured = measure_case(suite, case, targets, self.options, self.display.show_round)
+        measured = measure_case(suite, case, targets, self.options, self.display.show_done)
         self.report.cases.append(measured)
-        self.display.print_lines(["", *case_lines(measured)])
+        self.display.print_lines("", *case_lines(measured))
 
     def _skip(self, reason: str) -> None:
         self.report.left_out.append(f"left out, {reason}")
-        self.display.print_lines([self.report.left_out[-1]])
+        self.display.print_lines(self.report.left_out[-1])
 
 
 def measure_case(
-    suite: Suite, case: Case, targets: Sequence[BenchTarget], options: BenchOptions, on_round: Callable[[int], None]
+    suite: Suite,
+    case: Case,
+    targets: Sequence[RankGroup | Iperf3],
+    options: BenchOptions,
+    on_round: Callable[[float], None],
 ) -> CaseReport:
-    """Measure all peers that support a case, and note why others don't; ``on_round`` gets the finished rounds."""
-    report = CaseReport(suite=suite.value, num_elements=case.num_elements, **case.as_plain())
-    runners: dict[BenchTarget, Runner] = {}
+    """Measure all peers that support a case, and note why others don't; ``on_round`` gets the share of rounds done."""
+    report = CaseReport(suite=suite, num_elements=case.num_elements, **dataclasses.asdict(case))
+    runners: dict[Peer, Runner] = {}
     for target in targets:
-        with _record_errors(target, report):
-            runners[target] = target.open_runner(case)
+        with _record_errors(target.peer, report):
+            runners[target.peer] = target.open_runner(case)
     begin = time.monotonic()
     for index in range(options.num_rounds):
         first = index % max(1, len(runners))
-        order = list(runners)
-        for target in (*order[first:], *order[:first]):
-            with _record_errors(target, report):
-                runners[target].values.append(runners[target].run(runners[target].num_calls))
-            if target.peer.value in report.failures:
-                del runners[target]
-        on_round(index + 1)
+        order = list(runners.items())
+        for peer, runner in (*order[first:], *order[:first]):
+            with _record_errors(peer, report):
+                runner.values.append(runner.run(runner.num_calls))
+            if peer in report.failures:
+                del runners[peer]
+        on_round((index + 1) / options.num_rounds)
         if not runners or (index + 1 >= MIN_ROUNDS and time.monotonic() - begin > options.seconds):
             break
     report.measurements = [
-        Measurement.from_batches(target.peer.value, runner.values, runner.num_calls, runner.parts)
-        for target, runner in runners.items()
+        Measurement.from_batches(peer, runner.values, runner.num_calls, runner.parts)
+        for peer, runner in runners.items()
     ]
     for target in targets:
         with contextlib.suppress(PeerFailedError):  # the next case reports it
@@ -162,14 +198,14 @@ def measure_case(
 
 
 @contextlib.contextmanager
-def _record_errors(target: BenchTarget, report: CaseReport) -> Iterator[None]:
+def _record_errors(peer: Peer, report: CaseReport) -> Iterator[None]:
     """Put a peer's unsupported operations and failures into the report."""
     try:
         yield
     except UnsupportedError as error:
-        report.not_offered[target.peer.value] = str(error)
+        report.not_offered[peer] = str(error)
     except PeerFailedError as error:
-        report.failures[target.peer.value] = str(error)
+        report.failures[peer] = str(error)
 
 
 def _format_command(command: Sequence[str]) -> str:

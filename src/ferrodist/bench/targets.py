@@ -1,39 +1,48 @@
-"""Bench targets: how the driver measures one peer in one case.
+"""The peers of a run: the rank processes of a library, or iperf3; and how each is measured in a case.
 
 A batch is some calls timed together; its value is the slowest rank's time for one call. Fast operations get as many
 calls as make a batch long enough to hide the clock's resolution and the ranks' unequal starts.
+
+Messages between the driver and a rank are Python's own (`multiprocessing.connection`), over a Unix socket. A rank that
+waits for one is blocked in the kernel: while others are measured it takes no processor time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import GROUP_CREATIONS, Operation, Peer
-from ferrodist.bench.environments import NUM_HOSTS, PeerFailedError, run_command
+from ferrodist.bench.environments import NUM_HOSTS, PeerFailedError, rank_environment, run_command, start_commands
 from ferrodist.bench.report import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from typing_extensions import Self
+    from pathlib import Path
 
     from ferrodist.bench.cases import Case, DataType
     from ferrodist.bench.environments import EmulatedHosts
-    from ferrodist.bench.processes import RankGroup
 
+_POLL_INTERVAL_SECONDS = 0.1
+_EXIT_TIMEOUT_SECONDS = 5.0
+_REQUEST_TIMEOUT_SECONDS = 180.0
+_MAX_LOG_CHARACTERS = 400
 _BATCH_SECONDS = 1e-3
+_MAX_CALLS = 1000  # of a batch
 _TRIAL_SECONDS = 10e-3  # of the trial that determines how many calls a batch has
 _FIRST_CALLS = 3  # after one more: they touch the memory, open connections, and show how long a call takes
 _WARM_UP_SECONDS = 0.3
 _SLOW_SECONDS = 0.1  # a call that takes longer needs no further trial
 _OVERLAP_TRIALS = 4  # of how much computation takes as long as an allreduce
-_REQUEST_TIMEOUT_SECONDS = 180.0
 _IPERF3_PORT = 29_600
 _IPERF3_MIN_BYTES = 64 * 1024  # below, a rate says nothing
 _IPERF3_BATCH_BYTES = 64 << 20
@@ -52,73 +61,202 @@ class Runner:
         self.parts: dict[str, list[float]] = {}
 
 
-class RankTarget:
-    """The ranks of a library, which it does not own, as a peer that is measured, alternating with others.
+class RankGroup:
+    """The ranks of one peer, each a process that serves requests.
 
-    A call that takes longer than ``max_seconds`` is not repeated, and larger sizes are not tried.
+    ``folder`` is an empty one of its own. All ranks must have joined ``timeout`` seconds after they can start, else
+    PeerFailedError is raised. A call that takes longer than ``max_seconds`` is not repeated, and larger sizes are not
+    tried. ``log`` gets a line for the user before a long step. ``hosts`` None is this host.
     """
 
-    def __init__(self, group: RankGroup, max_seconds: float) -> None:
-        self.peer = group.peer
-        self._group, self._max_seconds = group, max_seconds
-        self._is_fresh = True
+    def __init__(
+        self,
+        peer: Peer,
+        num_ranks: int,
+        *,
+        folder: Path,
+        timeout: float,
+        max_seconds: float,
+        log: Callable[[str], None],
+        hosts: EmulatedHosts | None = None,
+    ) -> None:
+        self.peer, self.num_ranks = peer, num_ranks
+        self.versions: dict[str, str] = {}
+        self._max_seconds, self._log_file = max_seconds, folder / "log"
+        self._is_fresh = True  # the ranks have not yet run side by side for a while
         self._too_slow: dict[tuple[Operation, DataType], tuple[int, str]] = {}  # size and reason
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pidfds: list[int] = []  # of the ranks: an MPI's launcher has ranks that are not our children
+        self._connections: list[Connection] = []
+        commands = start_commands(peer, num_ranks, folder, log, hosts)
+        self.command = commands[0]
+        environment, null = rank_environment(os.environ, peer, hosts), subprocess.DEVNULL
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, self._log_file.open("ab") as output:
+            listener.bind(str(folder / "socket"))
+            listener.listen(num_ranks)
+            try:
+                for command in commands:  # in sessions of their own: Ctrl-C is for the driver
+                    process = subprocess.Popen(  # noqa: S603 - a fixed command
+                        command, stdin=null, stdout=output, stderr=output, env=environment, start_new_session=True
+                    )
+                    self._processes.append(process)
+                self._accept_ranks(listener, time.monotonic() + timeout)
+            except BaseException:
+                self.kill()
+                raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the ranks can serve requests."""
+        return bool(self._connections)
 
     def open_runner(self, case: Case) -> Runner:
         """Prepare a case, and run the batches that don't count, which determine the calls of a batch.
 
-        UnsupportedError: the peer has no such operation, or takes too long for it; for other errors see `Runner.run`.
+        UnsupportedError: the peer has no such operation, or takes too long for it; for other errors see `Runner`.
         """
-        if not self._group.is_alive:
+        if not self.is_alive:
             raise UnsupportedError("it failed in an earlier case")
         size_bytes, reason = self._too_slow.get((case.operation, case.dtype), (case.size_bytes, ""))
         if size_bytes < case.size_bytes:
             raise UnsupportedError(f"{reason} for {format_bytes(size_bytes)}")
-        answers = self._group.request({"do": "prepare", "case": case.as_plain()}, _REQUEST_TIMEOUT_SECONDS)
+        answers = self.request({"do": "prepare", "case": case})
         for answer in answers:
             if "not_offered" in answer:
                 raise UnsupportedError(answer["not_offered"])
-        max_calls = min(answer["max_calls"] for answer in answers)
-        kind = OverlapRunner if case.operation is Operation.OVERLAP else CallRunner
-        runner = kind(self._group, case, max_calls)
-        try:
-            runner.calibrate(self._max_seconds, is_fresh=self._is_fresh)
-        except UnsupportedError as error:
-            self._too_slow[case.operation, case.dtype] = case.size_bytes, str(error)
-            raise
+        runner = RankRunner(self, case, min(answer["max_calls"] for answer in answers))
+        seconds = runner.calibrate(self._max_seconds, is_fresh=self._is_fresh)
+        if seconds > self._max_seconds:
+            self._too_slow[case.operation, case.dtype] = case.size_bytes, f"a call took {format_seconds(seconds)}"
+            raise UnsupportedError(f"a call took {format_seconds(seconds)}")
         self._is_fresh = self._is_fresh and runner.num_calls == 1  # slow operations run too few calls to warm up
         return runner
 
     def release(self) -> None:
         """Free the memory of the case. Raises PeerFailedError when the peer has ended."""
-        if self._group.is_alive:
-            self._group.request({"do": "release"}, _REQUEST_TIMEOUT_SECONDS)
+        if self.is_alive:
+            self.request({"do": "release"})
+
+    def request(self, message: dict[str, Any], timeout: float = _REQUEST_TIMEOUT_SECONDS) -> list[dict[str, Any]]:
+        """Send a message to all ranks, and return their answers by rank, all due within ``timeout`` seconds.
+
+        PeerFailedError: one has failed, ended or not answered; none of them can be used any more.
+        """
+        if not self.is_alive:
+            raise PeerFailedError("it has failed before")
+        end = time.monotonic() + timeout
+        answers: dict[int, dict[str, Any]] = {}
+        try:
+            for connection in self._connections:
+                connection.send(message)
+        except OSError:
+            self._fail("a rank has ended")
+        while missing := [rank for rank in range(self.num_ranks) if rank not in answers]:
+            ready = wait([self._connections[rank] for rank in missing], max(0, end - time.monotonic()))
+            if not ready:
+                self._fail(f"ranks {missing} did not answer to {message['do']!r} within {timeout:g} s")
+            for rank, connection in enumerate(self._connections):
+                if connection in ready:
+                    answers[rank] = self._receive(connection, end)
+        return [answers[rank] for rank in range(self.num_ranks)]
+
+    def close(self) -> None:
+        """Let the ranks leave their group, and kill those that don't."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # it has ended
+                connection.send({"do": "end"})
+        end = time.monotonic() + _EXIT_TIMEOUT_SECONDS
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0, end - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the ranks."""
+        for pidfd in self._pidfds:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+        for process in self._processes:
+            process.terminate()  # a launcher ends its ranks then
+            try:
+                process.wait(_EXIT_TIMEOUT_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+        self._pidfds.clear()
+
+    def _accept_ranks(self, listener: socket.socket, end: float) -> None:
+        """Wait until every rank has connected and joined its group."""
+        listener.settimeout(_POLL_INTERVAL_SECONDS)
+        while len(self._connections) < self.num_ranks:
+            try:
+                self._connections.append(Connection(listener.accept()[0].detach()))
+            except TimeoutError:  # noqa: PERF203 - once in a tenth of a second
+                if any(process.poll() is not None for process in self._processes):
+                    self._fail("a rank has ended before it joined")
+                if time.monotonic() > end:
+                    self._fail("the ranks have not started in time")
+        for connection in self._connections:
+            self._pidfds.append(os.pidfd_open(self._receive(connection, end)["pid"]))
+        hellos = [self._receive(connection, end) for connection in self._connections]
+        joined = {hello["rank"]: connection for hello, connection in zip(hellos, self._connections, strict=True)}
+        if sorted(joined) != list(range(self.num_ranks)):
+            self._fail(f"the ranks are {sorted(joined)}, not 0 to {self.num_ranks - 1}")
+        self.versions = hellos[-1]["versions"]
+        self._connections = [joined[rank] for rank in range(self.num_ranks)]
+
+    def _receive(self, connection: Connection, end: float) -> dict[str, Any]:
+        if not connection.poll(max(0, end - time.monotonic())):
+            self._fail("a rank did not answer in time")
+        try:
+            answer: dict[str, Any] = connection.recv()
+        except (EOFError, OSError):
+            self._fail("a rank has ended" if self.versions else "a rank has ended before it joined")
+        if "failed" in answer:
+            self._fail(answer["failed"], with_log=False)
+        return answer
+
+    def _fail(self, reason: str, *, with_log: bool = True) -> NoReturn:
+        """Kill the ranks, and raise an error with the end of their log."""
+        self.kill()
+        text = self._log_file.read_text(encoding="utf-8", errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()] if with_log else []
+        log = " | ".join(lines[-3:])[-_MAX_LOG_CHARACTERS:]
+        raise PeerFailedError(f"{reason}: {log}" if log else reason)
 
 
-class CallRunner(Runner):
-    """Calls that are timed together, or each alone and added up; or the creation of one group."""
+class RankRunner(Runner):
+    """Calls that are timed together, or each alone and added up; the creation of one group; or an overlap.
 
-    most_calls = 1000
+    An overlap is an allreduce beside matrix products that take equally long; a batch has so many ``num_calls`` of
+    them, and its value is the time of both over the longer one.
+    """
 
     def __init__(self, group: RankGroup, case: Case, max_calls: int) -> None:
-        super().__init__(self.run_batch)
-        self._group, self._case, self._max_calls = group, case, min(max_calls, self.most_calls)
-        self._num_batches = 0
+        is_overlap = case.operation is Operation.OVERLAP
+        super().__init__(self._run_overlap if is_overlap else self._run_calls)
+        self._group, self._case, self._num_batches = group, case, 0
+        self._max_calls = max_calls if is_overlap else min(max_calls, _MAX_CALLS)
 
-    def calibrate(self, max_seconds: float, *, is_fresh: bool) -> None:
-        """Determine how many calls a batch has; ``is_fresh``: the ranks have not yet run side by side for a while."""
+    def calibrate(self, max_seconds: float, *, is_fresh: bool) -> float:
+        """Determine the calls of a batch; returns the seconds of a call, more than ``max_seconds`` if it gave up."""
+        if self._case.operation is Operation.OVERLAP:
+            return self._calibrate_overlap(max_seconds)
         seconds = self.run(1)
         if self._case.operation in GROUP_CREATIONS:  # a group a batch
-            return
+            return 0.0
+        first_calls = min(_FIRST_CALLS, self._max_calls)
         is_slow = seconds > _SLOW_SECONDS
-        seconds = self.run(1 if is_slow else min(_FIRST_CALLS, self._max_calls))
-        if seconds > max_seconds:
-            raise UnsupportedError(f"a call took {format_seconds(seconds)}")
-        if is_slow:
-            return
+        seconds = self.run(1 if is_slow else first_calls)
+        if is_slow or seconds > max_seconds:
+            return seconds
         begin = time.monotonic()
         while is_fresh and time.monotonic() - begin < _WARM_UP_SECONDS:
-            self.run(min(_FIRST_CALLS, self._max_calls))
+            self.run(first_calls)
         # The first calls are slow, and ranks that share processors start unequally: few calls would measure that.
         # So measure again, with ever more of them.
         trial = 0
@@ -126,57 +264,52 @@ class CallRunner(Runner):
             trial = min(max(2 * trial, self._calls_in(_TRIAL_SECONDS, seconds)), self._max_calls)
             seconds = min(seconds, self.run(trial))
         self.num_calls = self._calls_in(_BATCH_SECONDS, seconds)
+        return seconds
 
-    def run_batch(self, num_calls: int) -> float:
+    def _calibrate_overlap(self, max_seconds: float) -> float:
+        for _ in range(_OVERLAP_TRIALS):
+            self.run(self.num_calls)
+            alone, computing = (self.parts[name][-1] for name in ("alone", "computing"))
+            if alone > max_seconds:
+                break
+            self.num_calls = self._calls_in(alone, computing / self.num_calls)
+        self.parts.clear()
+        return alone
+
+    def _run_calls(self, num_calls: int) -> float:
         """Run a batch; returns the seconds of a call, those of the slowest rank."""
-        operation, more = self._case.operation, {}
+        operation, address = self._case.operation, None
         if operation is Operation.INIT:
             with socket.socket() as probe:  # a port that was free just now
                 probe.bind(("127.0.0.1", 0))
-                more["address"] = f"127.0.0.1:{probe.getsockname()[1]}"
-        answers = self._request(num_calls, **more)
+                address = f"127.0.0.1:{probe.getsockname()[1]}"
+        answers = self._request_batch(num_calls, address)
         # Groups: from the first rank's call to the last one's return. Copies, too, as they don't wait for each other:
         # ranks that share a processor may copy one after the other.
         as_one = operation in GROUP_CREATIONS or self._group.peer is Peer.LIMIT
         seconds = max(map(_span, [answers] if as_one else [[answer] for answer in answers]))
         return seconds / num_calls / (2 if operation is Operation.SEND_RECV else 1)  # of a round trip
 
-    def _calls_in(self, duration: float, seconds: float) -> int:
-        """The number of calls of ``seconds`` each that fit into a duration."""
-        return max(1, min(self._max_calls, round(duration / max(seconds, 1e-9))))
+    def _run_overlap(self, num_products: int) -> float:
+        """Run a batch; returns the ratio."""
+        answers = self._request_batch(num_products)
+        times = {name: max(answer[name] for answer in answers) / 1e9 for name in ("alone", "computing", "together")}
+        for name, seconds in times.items():
+            self.parts.setdefault(name, []).append(seconds)
+        return float(times["together"] / max(times["alone"], times["computing"]))
 
-    def _request(self, num_calls: int, **more: Any) -> list[dict[str, Any]]:
+    def _request_batch(self, num_calls: int, address: str | None = None) -> list[dict[str, Any]]:
         self._num_batches += 1
-        message = {"do": "batch", "num_calls": num_calls, "batch": self._num_batches, **more}
-        answers = self._group.request(message, _REQUEST_TIMEOUT_SECONDS)
+        message = {"do": "batch", "num_calls": num_calls, "batch": self._num_batches, "address": address}
+        answers = self._group.request(message)
         for answer in answers:
             if answer["wrong"]:
                 raise PeerFailedError(f"wrong result: {answer['wrong']}")
         return answers
 
-
-class OverlapRunner(CallRunner):
-    """An allreduce beside matrix products that take equally long; the value is the time of both over the longer one."""
-
-    most_calls = 100_000
-
-    def calibrate(self, max_seconds: float, *, is_fresh: bool) -> None:  # noqa: ARG002 - its batches are long
-        """Determine the number of products; see `CallRunner.calibrate`."""
-        for _ in range(_OVERLAP_TRIALS):
-            self.run(self.num_calls)
-            alone, computing = (self.parts[name][-1] for name in ("alone", "computing"))
-            if alone > max_seconds:
-                raise UnsupportedError(f"a call took {format_seconds(alone)}")
-            self.num_calls = max(1, min(self._max_calls, round(self.num_calls * alone / computing)))
-        self.parts.clear()
-
-    def run_batch(self, num_calls: int) -> float:
-        """Run a batch; returns the ratio."""
-        answers = self._request(num_calls)
-        times = {name: max(answer[name] for answer in answers) / 1e9 for name in ("alone", "computing", "together")}
-        for name, seconds in times.items():
-            self.parts.setdefault(name, []).append(seconds)
-        return float(times["together"] / max(times["alone"], times["computing"]))
+    def _calls_in(self, duration: float, seconds: float) -> int:
+        """The number of calls of ``seconds`` each that fit into a duration."""
+        return max(1, min(self._max_calls, round(duration / max(seconds, 1e-9))))
 
 
 def _span(answers: Sequence[dict[str, Any]]) -> float:
@@ -184,8 +317,8 @@ def _span(answers: Sequence[dict[str, Any]]) -> float:
     return float(max(answer["end"] for answer in answers) - min(answer["begin"] for answer in answers)) / 1e9
 
 
-class Iperf3Target:
-    """The limit of two hosts: iperf3, its time scaled to the case's bytes; a context that ends its server."""
+class Iperf3:
+    """The limit of two hosts: iperf3, its time scaled to the case's bytes."""
 
     peer = Peer.IPERF3
 
@@ -193,19 +326,16 @@ class Iperf3Target:
         if shutil.which("iperf3") is None:
             raise PeerFailedError("iperf3 is not installed (apt-get install iperf3)")
         self._hosts = hosts
-        version = subprocess.run(["iperf3", "--version"], capture_output=True, text=True, check=False).stdout  # noqa: S607
-        self.versions = {"iperf": version.split()[1] if len(version.split()) > 1 else "unknown"}
+        words = run_command(["iperf3", "--version"], timeout=_IPERF3_TIMEOUT_SECONDS, check=False).split()
+        self.versions = {"iperf": words[1] if len(words) > 1 else "unknown"}
         self.command = ["iperf3", "--client", hosts.addresses[1], "--bytes", "64M"]  # --bidir comes and goes
-
-    def __enter__(self) -> Self:
-        command = [*self._hosts.command_prefix(1), "iperf3", "--server", "--port", str(_IPERF3_PORT)]
-        null = subprocess.DEVNULL
+        command, null = ["iperf3", "--server", "--port", str(_IPERF3_PORT)], subprocess.DEVNULL
         self._server = subprocess.Popen(  # noqa: S603 - a fixed command, in a session without the driver's Ctrl-C
-            command, stdin=null, stdout=null, stderr=null, start_new_session=True
+            [*hosts.command_prefix(1), *command], stdin=null, stdout=null, stderr=null, start_new_session=True
         )
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the server."""
         self._server.kill()
         self._server.wait()
 

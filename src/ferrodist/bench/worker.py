@@ -15,18 +15,18 @@ import gc
 import os
 import platform
 import signal
-import socket
 import time
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.bench.adapters.base import Adapter, MemoryCopyAdapter, RankInfo, UnsupportedError
+from ferrodist.bench.adapters.base import Adapter, FileBarrier, MemoryCopyAdapter, RankInfo, UnsupportedError
 from ferrodist.bench.cases import GROUP_CREATIONS, OURS, Case, DataType, Operation, Peer
-from ferrodist.bench.channel import Channel, ChannelClosedError, FileBarrier
 from ferrodist.bench.workload import MatmulLoad, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from multiprocessing.connection import Connection
 
 _MAX_PRODUCTS = 100_000
 _OVERLAP_ALLREDUCES = 2  # alone and together
@@ -44,21 +44,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     option("--address", help="the rendezvous of ranks on several hosts")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles it
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.connect(options.socket)
-    channel = Channel(sock)
-    channel.send({"pid": os.getpid()})
+    connection = Client(options.socket)
+    connection.send({"pid": os.getpid()})
     info = RankInfo(rank=options.rank, num_ranks=options.ranks, folder=options.folder, address=options.address)
     try:
         adapter = open_adapter(options.peer, info)
     except Exception as error:
-        channel.send({"failed": f"{type(error).__name__}: {error}"})
+        connection.send({"failed": f"{type(error).__name__}: {error}"})
         raise
     versions = {"python": platform.python_version(), **adapter.versions}
-    channel.send({"rank": adapter.rank, "num_ranks": adapter.num_ranks, "versions": versions})
+    connection.send({"rank": adapter.rank, "num_ranks": adapter.num_ranks, "versions": versions})
     barrier = FileBarrier(options.folder / "groups", adapter.rank, adapter.num_ranks)
-    with contextlib.closing(channel), contextlib.closing(barrier), contextlib.suppress(ChannelClosedError):
-        serve(channel, adapter, barrier)
+    with connection, contextlib.suppress(EOFError):  # the driver has ended
+        serve(connection, adapter, barrier)
+    barrier.close()
     adapter.close()
 
 
@@ -79,13 +78,13 @@ def open_adapter(peer: Peer, info: RankInfo) -> Adapter:
     return MpiAdapter(peer)
 
 
-def serve(channel: Channel, adapter: Adapter, barrier: FileBarrier) -> None:
+def serve(connection: Connection, adapter: Adapter, barrier: FileBarrier) -> None:
     """Answer every message until the driver sends "end"; ``barrier`` is for the time when the ranks have no group."""
     gc.disable()  # a collection in a timed part would not be the library's; "prepare" makes up for it
     gc.collect()
     gc.freeze()  # the library's own objects stay: later collections look only at newer ones
     timer: CallTimer | GroupTimer | None = None
-    while (message := channel.receive())["do"] != "end":
+    while (message := connection.recv())["do"] != "end":
         answer: dict[str, Any] = {}
         try:
             if message["do"] == "batch":
@@ -95,14 +94,14 @@ def serve(channel: Channel, adapter: Adapter, barrier: FileBarrier) -> None:
                 timer = None  # "release" does no more
             if message["do"] == "prepare":
                 gc.collect()
-                timer = open_timer(adapter, Case.from_plain(message["case"]), barrier)
+                timer = open_timer(adapter, message["case"], barrier)
                 answer = {"max_calls": timer.max_calls}
         except UnsupportedError as error:
             answer = {"not_offered": str(error)}
         except Exception as error:
-            channel.send({"failed": f"{type(error).__name__}: {error}"})
+            connection.send({"failed": f"{type(error).__name__}: {error}"})
             raise
-        channel.send(answer)
+        connection.send(answer)
 
 
 def open_timer(adapter: Adapter, case: Case, barrier: FileBarrier) -> CallTimer | GroupTimer:

@@ -17,7 +17,8 @@ from ferrodist.cli.doctor import add_doctor_arguments, run_doctor
 from ferrodist.demo import add_demo_arguments, demo_options, run_demo
 from ferrodist.errors import DistributedError
 from ferrodist.installation import installed_version
-from ferrodist.launch.launcher import add_run_arguments, launch, spec_from_arguments
+from ferrodist.launch.launcher import launch
+from ferrodist.launch.options import add_run_arguments, spec_from_arguments
 from ferrodist.launch.output import discard_buffer, print_warning, write_stdout
 from ferrodist.rendezvous.secret import make_secret
 

@@ -1,7 +1,5 @@
 """The launcher behind ``ferrodist run``: starts the ranks of a host, watches them, and ends them together."""
 
-from __future__ import annotations
-
 from ferrodist.launch.launcher import launch
 from ferrodist.launch.spec import LaunchSpec, ProgramKind
 

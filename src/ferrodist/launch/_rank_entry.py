@@ -23,8 +23,6 @@ import os
 import signal
 import sys
 
-__all__: list[str] = []
-
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # what shells use
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import BackendUnavailable
-from ferrodist.launch.spec import LaunchSpec, with_stack_dumps
+from ferrodist.launch.spec import LaunchSpec, launch_environment, with_stack_dumps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -70,12 +70,9 @@ def mpiexec_command(mpiexec: str, num_ranks: int, *, for_open_mpi: bool) -> list
 
 def mpiexec_environment(spec: LaunchSpec, base: Mapping[str, str], cores: int) -> dict[str, str]:
     """Return the environment of mpiexec. It has WORLD_SIZE, by which ranks that mpiexec did not place notice it."""
-    environment = {**with_stack_dumps(base), "WORLD_SIZE": str(spec.world_size), "PYTHONUNBUFFERED": "1"}
-    environment |= spec.timeout_variable()
+    environment = launch_environment(spec, with_stack_dumps(base), cores)
     for name in ("RANK", "LOCAL_RANK"):  # inherited, they would be the same for all ranks
         environment.pop(name, None)
-    if not environment.get("OMP_NUM_THREADS"):
-        environment["OMP_NUM_THREADS"] = str(max(1, cores // spec.nproc_per_node))
     return environment
 
 

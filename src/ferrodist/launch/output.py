@@ -57,14 +57,11 @@ def discard_buffer(stream: IO[str] | None) -> None:
 MAX_LINE_BYTES = 64 * 1024
 """The size from which an unfinished line is cut, so that no rank can fill the launcher's memory."""
 
-REDRAW_INTERVAL = 1.0
-"""Seconds between two shown states of a progress bar."""
+REDRAW_INTERVAL = 1.0  # seconds between two shown states of a progress bar
 
-PROMPT_DELAY = 0.1
-"""Seconds after which an unfinished line is shown as a prompt, on terminals."""
+PROMPT_DELAY = 0.1  # seconds after which an unfinished line is shown as a prompt, on terminals
 
-TAIL_LINES = 20
-"""The number of lines of standard error kept for the failure report."""
+TAIL_LINES = 20  # the number of lines of standard error kept for the failure report
 
 _READ_SIZE = 64 * 1024
 _LARGEST_PIPE = 1024 * 1024  # /proc/sys/fs/pipe-max-size; a fresh pipe holds 64 KiB

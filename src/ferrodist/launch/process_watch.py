@@ -65,8 +65,7 @@ def is_secondary_failure(lines: Iterable[bytes], rank: int) -> bool:
     return is_secondary
 
 
-EXIT_POLL_INTERVAL = 0.02
-"""Seconds between two polls of the ranks where the kernel doesn't notify the launcher."""
+EXIT_POLL_INTERVAL = 0.02  # seconds between two polls of the ranks where the kernel doesn't notify the launcher
 
 ROOT_CAUSE_TIMEOUT = 6.0
 """Seconds to wait for the exit of the rank that caused another's failure; rank 0 may take five to leave its group."""
@@ -155,8 +154,7 @@ class ExitWatch:
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 """Signals that are forwarded and start the countdown to SIGKILL."""
 
-FORWARDED_SIGNALS = STOP_SIGNALS | {signal.SIGUSR1, signal.SIGUSR2}
-"""All signals that are forwarded to the ranks."""
+FORWARDED_SIGNALS = STOP_SIGNALS | {signal.SIGUSR1, signal.SIGUSR2}  # all signals that are forwarded to the ranks
 
 _PROC = Path("/proc")
 _DISPOSITIONS = ("SigBlk:", "SigIgn:", "SigCgt:")
@@ -179,22 +177,17 @@ def surviving_members(groups: Iterable[int], signum: signal.Signals) -> list[int
     return [
         int(entry.name)
         for entry in _PROC.iterdir()
-        if entry.name.isdecimal() and _process_group(int(entry.name)) in wanted and _survives_signal(entry, signum)
+        if entry.name.isdecimal() and _survives_signal(entry, wanted, signum)
     ]
 
 
-def _process_group(pid: int) -> int | None:
+def _survives_signal(process: Path, groups: set[int], signum: signal.Signals) -> bool:
     try:
-        return os.getpgid(pid)
-    except OSError:  # it has ended
-        return None
-
-
-def _survives_signal(process: Path, signum: signal.Signals) -> bool:
-    try:
+        if os.getpgid(int(process.name)) not in groups:
+            return False
         lines = (process / "status").read_text(errors="replace").splitlines()
         is_in_sigwait = "sigtimedwait" in (process / "wchan").read_text()  # the mask doesn't show what it waits for
-    except OSError:
+    except OSError:  # it has ended
         return False
     masks = [int(line.split()[1], 16) for line in lines if line.startswith(_DISPOSITIONS)]
     return is_in_sigwait or any(mask >> (signum - 1) & 1 for mask in masks)

@@ -71,23 +71,34 @@ def with_stack_dumps(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
+def launch_environment(spec: LaunchSpec, base: Mapping[str, str], cores: int) -> dict[str, str]:
+    """Return ``base`` with the variables that mpiexec or the ranks find however they are started.
+
+    OMP_NUM_THREADS shares the cores evenly unless the user has set it.
+    """
+    environment = {**base, "WORLD_SIZE": str(spec.world_size), "PYTHONUNBUFFERED": "1"}
+    if spec.timeout is not None:
+        environment[TIMEOUT_VARIABLE] = f"{spec.timeout:g}"
+    if not environment.get("OMP_NUM_THREADS"):
+        environment["OMP_NUM_THREADS"] = str(max(1, cores // spec.nproc_per_node))
+    return environment
+
+
 def rank_environment(
     spec: LaunchSpec, attempt: Attempt, local_rank: int, *, base: Mapping[str, str], cores: int
 ) -> dict[str, str]:
-    """Return ``base`` with a rank's variables; OMP_NUM_THREADS shares the cores evenly unless the user has set it."""
+    """Return ``base`` with a rank's variables."""
     rank = str(spec.global_rank(local_rank))
-    world_size = str(spec.world_size)
-    environment = {
-        **base,
+    return {
+        **launch_environment(spec, base, cores),
         "RANK": rank,
-        "WORLD_SIZE": world_size,
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(spec.nproc_per_node),
         "GROUP_RANK": str(spec.node_rank or 0),
         "GROUP_WORLD_SIZE": str(spec.nnodes),
         "ROLE_NAME": "default",
         "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world_size,
+        "ROLE_WORLD_SIZE": str(spec.world_size),
         "MASTER_ADDR": attempt.master_addr,
         "MASTER_PORT": str(attempt.master_port),
         "TORCHELASTIC_RUN_ID": attempt.run_id,
@@ -95,13 +106,8 @@ def rank_environment(
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         # "True" would tell torch that the launcher already serves a store on MASTER_PORT; ours does not.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "PYTHONUNBUFFERED": "1",
-        **spec.timeout_variable(),
         "FERRODIST_SECRET": attempt.secret,
     }
-    if not environment.get("OMP_NUM_THREADS"):
-        environment["OMP_NUM_THREADS"] = str(max(1, cores // spec.nproc_per_node))
-    return environment
 
 
 # Standard output, standard error and, on Linux, a pidfd.
@@ -140,8 +146,7 @@ def _soft_limit(resource_id: int) -> float:
     return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
-DEFAULT_TIMEOUT_BEFORE_KILL = 5.0
-"""Seconds between asking the ranks to end and SIGKILL."""
+DEFAULT_TIMEOUT_BEFORE_KILL = 5.0  # seconds between asking the ranks to end and SIGKILL
 
 
 class ProgramKind(enum.Enum):
@@ -276,10 +281,6 @@ class LaunchSpec:
     def global_rank(self, local_rank: int) -> int:
         """Return the rank in the job of this host's ``local_rank``."""
         return (self.node_rank or 0) * self.nproc_per_node + local_rank
-
-    def timeout_variable(self) -> dict[str, str]:
-        """Return the environment variable with the ranks' default timeout, if the launch has one."""
-        return {} if self.timeout is None else {TIMEOUT_VARIABLE: f"{self.timeout:g}"}
 
     def command(self) -> tuple[str, ...]:
         """Return the command line of every rank."""

@@ -293,14 +293,12 @@ class WorkerGroup:
 
     def _stop(self, signum: signal.Signals) -> None:
         self._stopping = True
-        if self._kill_deadline is None:
-            self._kill_deadline = Deadline(self._timeout_before_kill)
+        self._kill_deadline = self._kill_deadline or Deadline(self._timeout_before_kill)
         self._signal_groups(signum)
 
     def _await_output(self) -> None:
         """All ranks have ended: wait a limited time for their children's output."""
-        if self._kill_deadline is None:
-            self._kill_deadline = Deadline(self._timeout_before_kill)
+        self._kill_deadline = self._kill_deadline or Deadline(self._timeout_before_kill)
         if self._pump.at_end:
             self._kill()
 

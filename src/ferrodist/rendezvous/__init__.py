@@ -3,11 +3,11 @@
 ::
 
     rendezvous.py     rendezvous(), enter_job()           environment.py  the launcher's variables
-    shared_store.py   in a store that no rank serves      roll_call.py    claims of ranks; are all there?
-    rounds.py         meeting again at one address        secret.py       the job secret, and the user's
+    shared_store.py   in a store that no rank serves      roll_call.py    claims; are all there? rounds
     store.py          the interface; MemoryStore          file_store.py, tcp_store.py
-    listener.py       accepts authenticated peers only    auth.py         the handshake
-    session.py        authenticated frames                sockets.py      deadlines, names, binding, fork
+    secret.py         the job secret, and the user's      auth.py         the handshake
+    listener.py       accepts authenticated peers only    session.py      authenticated frames
+    sockets.py        deadlines, names, binding, fork
 """
 
 from ferrodist.rendezvous.auth import PROTOCOL_VERSION, Hello, connect, greet

@@ -32,6 +32,7 @@ from ferrodist.rendezvous.sockets import (
     close_in_child,
     disconnect,
     format_address,
+    interrupt,
     is_loopback,
     missing_secret_error,
 )
@@ -168,7 +169,7 @@ class Listener:
                 return
             self._closed = True
             for sock in self._handshakes:
-                _interrupt(sock)
+                interrupt(sock)
             self._changed.notify_all()
         self._wakeup_writer.send(b"\0")
         if self._acceptor is not None:
@@ -225,7 +226,6 @@ class Listener:
                 del self._handshakes[sock]
                 self._record_shortage(error)
                 self._refuse(sock, address)
-                disconnect(sock)
 
     def _record_shortage(self, error: OSError | RuntimeError) -> None:
         """Record that a connection can't be accepted; if that lasts, peers are refused and stop retrying."""
@@ -246,9 +246,7 @@ class Listener:
             self._spare.close()
         try:
             accepted, address = listening.accept()
-            sock = Connection.take_over(accepted)
-            self._refuse(sock, address)
-            disconnect(sock)
+            self._refuse(Connection.take_over(accepted), address)
         except OSError as error:
             if error.errno in _EXHAUSTION_ERRNOS:  # another thread has taken the spare descriptor
                 self._reject(self.shortage.message)
@@ -261,18 +259,18 @@ class Listener:
             self._changed.wait_for(lambda: self._closed, 0.05)
 
     def _refuse(self, sock: Connection, address: tuple[str, int]) -> None:
-        """Refuse a peer with the shortage."""
+        """Refuse a peer with the shortage, if that has lasted, and close its connection."""
         shortage = self.shortage
-        if shortage is None:
-            return
+        if shortage is not None:
 
-        def admit(hello: Hello) -> None:
-            self.refused.add(hello.rank)
-            raise shortage.fresh()
+            def admit(hello: Hello) -> None:
+                self.refused.add(hello.rank)
+                raise shortage.fresh()
 
-        with contextlib.suppress(DistributedError, OSError):
-            greet(sock, secret=self._secret, admit=admit, deadline=Deadline(_REFUSAL_TIMEOUT))
-        self._reject(f"{format_address(*address[:2])}: {shortage.message}")
+            with contextlib.suppress(DistributedError, OSError):
+                greet(sock, secret=self._secret, admit=admit, deadline=Deadline(_REFUSAL_TIMEOUT))
+            self._reject(f"{format_address(*address[:2])}: {shortage.message}")
+        disconnect(sock)
 
     def _await_slot(self) -> bool:
         """Wait until another handshake may start, if need be by evicting one; False once closed."""
@@ -285,7 +283,7 @@ class Listener:
                 left = _EVICTION_AGES[self._handshakes[sock].progress] - self._handshakes[sock].deadline.elapsed()
                 if left <= 0:
                     del self._handshakes[sock]
-                    _interrupt(sock)
+                    interrupt(sock)
                 else:
                     self._changed.wait(left)
             return not self._closed
@@ -365,12 +363,6 @@ def parse_address(address: str) -> tuple[str, int]:
     if not (digits.isascii() and digits.isdigit() and int(digits) <= 65535):
         raise ValueError(f"{address!r} has no valid port: {digits!r} is not a number from 0 to 65535")
     return host, int(digits)
-
-
-def _interrupt(sock: socket.socket) -> None:
-    """Interrupt another thread's system call on ``sock``; that thread closes it."""
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _reason(error: Exception) -> str:

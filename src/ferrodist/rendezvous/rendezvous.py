@@ -18,19 +18,22 @@ from ferrodist.errors import (
     ProtocolError,
     RendezvousError,
 )
-from ferrodist.rendezvous import rounds
 from ferrodist.rendezvous.auth import Hello, check_hello
 from ferrodist.rendezvous.environment import Environment, read_environment
 from ferrodist.rendezvous.file_store import FileStore
 from ferrodist.rendezvous.listener import parse_address
 from ferrodist.rendezvous.roll_call import (
+    ROUND_NAME_KEY,
+    ROUND_OVER_KEY,
     JoinRequest,
     Membership,
     await_all,
     cancel_claim,
     claim_rank,
     count_departure,
+    left_stores,
     note_rejection,
+    wait_for_next_round,
 )
 from ferrodist.rendezvous.secret import resolve_secret
 from ferrodist.rendezvous.shared_store import LINGER_SECONDS, join_through_store
@@ -287,29 +290,29 @@ def _join_tcp(address: str, request: JoinRequest, *, shared_port: bool) -> Membe
 
 
 def _leave(name: bytes, close: Callable[[], None]) -> None:
-    rounds.left_stores.add(name)
+    left_stores.add(name)
     close()
 
 
 def _connect_to_this_round(address: str, request: JoinRequest, where: str) -> tuple[TcpStore, bytes]:
-    """Connect to a store that this process has not left, and return its name; see [Note: rounds] in `rounds.py`."""
+    """Connect to a store that this process has not left, and return its name; see [Note: rounds] in `roll_call.py`."""
     while True:
         client = _connect(address, request)
         try:
-            name = client.get(rounds.NAME_KEY, timeout=request.deadline.remaining())
-            if name not in rounds.left_stores:
+            name = client.get(ROUND_NAME_KEY, timeout=request.deadline.remaining())
+            if name not in left_stores:
                 return client, name
-            client.get(rounds.OVER_KEY, timeout=request.deadline.remaining())
+            client.get(ROUND_OVER_KEY, timeout=request.deadline.remaining())
         except RendezvousError:  # it went away
             client.close()
-            if not rounds.left_stores:
+            if not left_stores:
                 raise
         except BaseException:
             client.close()
             raise
         else:
             client.close()
-        rounds.wait_for_next_round(f"{where}: the store of rank 0", request.deadline)
+        wait_for_next_round(f"{where}: the store of rank 0", request.deadline)
 
 
 def _connect(address: str, request: JoinRequest) -> TcpStore:
@@ -328,11 +331,11 @@ def _join_as_server(address: str, request: JoinRequest, where: str, *, shared_po
 
     def end() -> None:
         with contextlib.suppress(RendezvousError):  # it was closed before
-            server.store.set(rounds.OVER_KEY, b"1")
+            server.store.set(ROUND_OVER_KEY, b"1")
         server.close(linger=LINGER_SECONDS)
 
     try:
-        server.store.set(rounds.NAME_KEY, os.urandom(16))
+        server.store.set(ROUND_NAME_KEY, os.urandom(16))
         _claim_and_await(server.store, request, where)
     except DistributedError:
         end()  # the others are to read why
@@ -349,9 +352,7 @@ def _open_server(
     host, port = parse_address(address)
     if port == 0 and request.world_size > 1 and sock is None:
         raise ValueError(f"{where}: port 0 is a different one on every rank; choose a free port")
-    attempt_deadline = Deadline(
-        min(_PREVIOUS_SERVER_TIMEOUT if rounds.left_stores else 0.0, request.deadline.remaining())
-    )
+    attempt_deadline = Deadline(min(_PREVIOUS_SERVER_TIMEOUT if left_stores else 0.0, request.deadline.remaining()))
     try:
         while True:
             try:
@@ -370,7 +371,7 @@ def _open_server(
             except RendezvousError as error:  # noqa: PERF203 - what ends an attempt, of a few
                 if attempt_deadline.expired or getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
                     raise
-                rounds.wait_for_next_round(f"{where}: the store of rank 0", request.deadline)
+                wait_for_next_round(f"{where}: the store of rank 0", request.deadline)
     except RendezvousError as error:
         hint = (
             "set FERRODIST_PORT to a free port on every rank (torchrun's agent has MASTER_PORT)"
@@ -382,8 +383,8 @@ def _open_server(
 
 def _claim_and_await(store: Store, request: JoinRequest, where: str) -> None:
     advice = "start each rank once, and give each process a rank number of its own"
-    claim_rank(store, rank=request.rank, where=where, advice=advice, deadline=request.deadline)
-    await_all(store, rank=request.rank, world_size=request.world_size, where=where, deadline=request.deadline)
+    claim_rank(store, request, where, advice)
+    await_all(store, request, where)
 
 
 def _join_file(path: str, request: JoinRequest) -> Membership:

@@ -4,6 +4,12 @@ Each rank claims its number, then counts itself. The count alone decides: the ra
 verdict "complete"; a rank whose deadline passes first publishes a failure instead, unless the count is complete. The
 claims only name missing ranks. The verdict is written once, by compare-and-set, so all ranks end with the same one
 whatever the order of their deadlines, even if rank 0 is dead.
+
+[Note: rounds]
+Ranks that meet and leave may meet again at the same address or file. A rank that has left is often faster than the
+others, and finds the store of the previous round at the address, which rank 0 still serves, or the file, which the last
+rank to leave will remove. Each store has a random name. A rank that finds the name of a store that it has left waits
+for the next one.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,43 +71,42 @@ def network_id() -> str:
 _CLAIM_DECODER = msgspec.msgpack.Decoder(Claim)
 
 
-def claim_rank(store: Store, *, rank: int, where: str, advice: str, deadline: Deadline) -> None:
+def claim_rank(store: Store, request: JoinRequest, where: str, advice: str) -> None:
     """Claim a rank, which makes this process a member."""
     view = PrefixStore(store, _FOLDER)
     # Compared with an impossible value, a key is read without waiting for it.
-    _raise_failure(view.compare_set("verdict", _NEVER, _NEVER, timeout=deadline.remaining()))
+    _raise_failure(view.compare_set("verdict", _NEVER, _NEVER, timeout=request.deadline.remaining()))
     own = Claim(socket.gethostname(), network_id(), os.getpid(), secrets.token_hex(8))
     claim = msgspec.msgpack.encode(own)
-    stored = view.compare_set(f"rank/{rank}", b"", claim, timeout=deadline.remaining())
+    stored = view.compare_set(f"rank/{request.rank}", b"", claim, timeout=request.deadline.remaining())
     if stored != claim:
         first = _CLAIM_DECODER.decode(stored)
         message = (
-            f"{where}: rank {rank} is taken by process {first.process} on {first.host}, so process "
+            f"{where}: rank {request.rank} is taken by process {first.process} on {first.host}, so process "
             f"{own.process} on {own.host} cannot have it too; {advice}"
         )
         note_rejection(store, message)
-        raise RendezvousError(message, ranks=(rank,))
+        raise RendezvousError(message, ranks=(request.rank,))
 
 
-def await_all(
-    store: Store, *, rank: int, world_size: int, where: str, deadline: Deadline, stage: str = _CLAIM_STAGE
-) -> None:
+def await_all(store: Store, request: JoinRequest, where: str, *, stage: str = _CLAIM_STAGE) -> None:
     """Wait until all ranks have reached a stage; each member calls this once per stage."""
     view = PrefixStore(store, _FOLDER + stage)
-    if view.add("present", 1, timeout=deadline.remaining()) >= world_size:
-        _publish(view, JoinReply(), deadline.remaining())
+    if view.add("present", 1, timeout=request.deadline.remaining()) >= request.world_size:
+        _publish(view, JoinReply(), request.deadline.remaining())
     try:
-        verdict = _await_verdict(store, view, rank=rank, world_size=world_size, where=where, deadline=deadline)
+        verdict = _await_verdict(store, view, request, where)
     except DistributedTimeoutError as error:
         if error.ranks:  # the store's server itself is silent
             raise
-        verdict = _publish(view, _decide(store, world_size, where, deadline, stage), _PUBLISH_TIMEOUT)
+        verdict = _publish(view, _decide(store, request, where, stage), _PUBLISH_TIMEOUT)
     _raise_failure(verdict)
 
 
-def _await_verdict(store: Store, view: Store, *, rank: int, world_size: int, where: str, deadline: Deadline) -> bytes:
+def _await_verdict(store: Store, view: Store, request: JoinRequest, where: str) -> bytes:
     """Wait for the verdict; if that takes long, the first waiting rank logs the missing ones."""
-    grace = _COORDINATOR_GRACE if rank else 0.0
+    world_size, deadline = request.world_size, request.deadline
+    grace = _COORDINATOR_GRACE if request.rank else 0.0
     warning = long_wait()
     if warning.remaining() < deadline.remaining():
         try:
@@ -110,7 +116,7 @@ def _await_verdict(store: Store, view: Store, *, rank: int, world_size: int, whe
                 raise
         claimed = list_claims(store, world_size)
         missing = [other for other in range(world_size) if other not in claimed]
-        if missing and rank == min(claimed, default=rank):
+        if missing and request.rank == min(claimed, default=request.rank):
             have_not = "has not" if len(missing) == 1 else "have not"
             rejections = _list_rejections(store)
             _log.warning(
@@ -160,7 +166,8 @@ def _list_rejections(store: Store) -> str:
     return "; ".join(sorted(set(filter(None, rejections))))
 
 
-def _decide(store: Store, world_size: int, where: str, deadline: Deadline, stage: str) -> JoinReply:
+def _decide(store: Store, request: JoinRequest, where: str, stage: str) -> JoinReply:
+    world_size, deadline = request.world_size, request.deadline
     num_present = int(_get_if_present(PrefixStore(store, _FOLDER + stage), "present") or b"0")
     if num_present >= world_size:
         return JoinReply()
@@ -198,6 +205,23 @@ def _get_if_present(store: Store, key: str) -> bytes:
         if error.ranks:
             raise
         return b""
+
+
+ROUND_NAME_KEY = "ferrodist/round"  # the key of the random name of a store that rank 0 serves
+ROUND_OVER_KEY = "ferrodist/round over"  # set when the store is about to close, for ranks that wait for the next round
+_ROUND_POLL_SECONDS = 0.02
+
+left_stores: set[bytes] = set()  # the names of the stores that this process met in, and has left; see [Note: rounds]
+
+
+def wait_for_next_round(what: str, deadline: Deadline) -> None:
+    """Wait briefly for the next round; DistributedTimeoutError after the deadline."""
+    if deadline.expired:
+        raise DistributedTimeoutError(
+            f"{what} is still that of the last round, which this process has left, after {deadline.elapsed():.1f} s"
+            f" (limit {deadline.timeout:.1f} s): the other ranks must leave, too, before all meet again"
+        )
+    time.sleep(min(_ROUND_POLL_SECONDS, deadline.remaining()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

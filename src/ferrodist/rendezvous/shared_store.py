@@ -18,7 +18,6 @@ from ferrodist.errors import (
     InvalidWorldSizeError,
     RendezvousError,
 )
-from ferrodist.rendezvous import rounds
 from ferrodist.rendezvous.environment import read_environment
 from ferrodist.rendezvous.roll_call import (
     JoinRequest,
@@ -26,9 +25,11 @@ from ferrodist.rendezvous.roll_call import (
     await_all,
     cancel_claim,
     claim_rank,
+    left_stores,
     list_claims,
     network_id,
     note_rejection,
+    wait_for_next_round,
 )
 from ferrodist.rendezvous.secret import make_secret, user_secret
 from ferrodist.rendezvous.sockets import resolve
@@ -82,12 +83,12 @@ def join_through_store(
     )
 
     def leave(linger: float) -> None:
-        rounds.left_stores.add(name)
+        left_stores.add(name)
         on_leave(linger)
 
-    claim_rank(store, rank=request.rank, where=where, advice=advice, deadline=request.deadline)
+    claim_rank(store, request, where, advice)
     try:
-        await_all(store, rank=request.rank, world_size=request.world_size, where=where, deadline=request.deadline)
+        await_all(store, request, where)
         host = _agree_on_interfaces(store, request, where, server)
     except BaseException:
         leave(_ABORT_LINGER_SECONDS)
@@ -114,8 +115,8 @@ def _create_job(
         current = store.compare_set(_JOB_INFO_KEY, b"", info, timeout=request.deadline.remaining())
         if current == info:
             return secret, nonce
-        if _decode_job_info(current).nonce in rounds.left_stores and not request.deadline.expired:
-            rounds.wait_for_next_round(where, request.deadline)
+        if _decode_job_info(current).nonce in left_stores and not request.deadline.expired:
+            wait_for_next_round(where, request.deadline)
             continue
         message = f"{where}: another rank 0 has begun a rendezvous there; {advice}"
         note_rejection(store, message)
@@ -126,9 +127,9 @@ def _join_job(store: Store, request: JoinRequest, where: str, advice: str, *, is
     """Check this rank's request against the job's description, and return the job secret and the store's name."""
     while True:
         info = _decode_job_info(store.get(_JOB_INFO_KEY, timeout=request.deadline.remaining()))
-        if info.nonce not in rounds.left_stores:
+        if info.nonce not in left_stores:
             break
-        rounds.wait_for_next_round(where, request.deadline)
+        wait_for_next_round(where, request.deadline)
     who = f"{where}: rank {request.rank}"
     secret = request.secret or (info.made_secret if is_private else b"")
     refusal: DistributedError | None = None
@@ -171,14 +172,7 @@ def _agree_on_interfaces(store: Store, request: JoinRequest, where: str, server:
         with contextlib.suppress(DistributedTimeoutError):
             cancel_claim(store, refusal, stage=_INTERFACES)
         raise refusal from error
-    await_all(
-        store,
-        rank=request.rank,
-        world_size=request.world_size,
-        where=where,
-        deadline=request.deadline,
-        stage=_INTERFACES,
-    )
+    await_all(store, request, where, stage=_INTERFACES)
     return host
 
 

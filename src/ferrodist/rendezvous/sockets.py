@@ -73,9 +73,14 @@ def disconnect(sock: socket.socket) -> None:
 
     ``close`` alone does neither: a system call in progress, or a forked child, keeps the descriptor open.
     """
+    interrupt(sock)
+    sock.close()
+
+
+def interrupt(sock: socket.socket) -> None:
+    """Interrupt another thread's system call on ``sock``; that thread closes it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
 
 
 def resolve(

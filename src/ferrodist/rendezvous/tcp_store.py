@@ -11,7 +11,7 @@ import enum
 import os
 import socket
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from typing_extensions import override
@@ -31,7 +31,7 @@ from ferrodist.errors import (
 )
 from ferrodist.rendezvous.auth import Hello, connect
 from ferrodist.rendezvous.listener import Listener, parse_address
-from ferrodist.rendezvous.sockets import disconnect
+from ferrodist.rendezvous.sockets import disconnect, interrupt
 from ferrodist.rendezvous.store import (
     DEFAULT_STORE_TIMEOUT,
     MAX_VALUE_BYTES,
@@ -46,7 +46,7 @@ from ferrodist.rendezvous.store import (
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from ferrodist.rendezvous.session import Connection
 
@@ -164,8 +164,7 @@ class TcpStoreServer:
         with self._changed:
             connections = dict(self._connections)
         for sock, thread in connections.items():
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            interrupt(sock)
             if thread is not threading.current_thread():  # which ends once its call has
                 thread.join()
 
@@ -253,12 +252,10 @@ class TcpStoreServer:
         except RendezvousError:
             gone = RendezvousError(f"the store of rank 0 at {self.address} went away: it was closed", ranks=(0,))
             return _Reply(error=error_to_wire(gone))
-        except DistributedError as error:
+        except (DistributedError, TypeError) as error:
             return _Reply(error=error_to_wire(error))
         except ValueError as error:  # an argument that only the server can check
             return _Reply(error=(ValueError.__name__, str(error), ()))
-        except TypeError as error:
-            return _Reply(error=error_to_wire(error))
 
     def _execute(self, request: _Request, sock: socket.socket) -> bytes:
         store, operation = self.store, request.operation
@@ -365,49 +362,50 @@ class TcpStore(Store):
         if os.getpid() == self._process:  # see Listener.close
             self._fail("was closed")
 
-    def _call(
-        self,
-        operation: _Operation,
-        keys: list[str],
-        timeout: float | None,
-        *,
-        value: bytes = b"",
-        expected: bytes = b"",
-        amount: int = 0,
-    ) -> bytes:
+    def _call(self, operation: _Operation, keys: list[str], timeout: float | None, **fields: Any) -> bytes:
         limit = Deadline(self._timeout if timeout is None else timeout).timeout
         deadline = Deadline(limit + _REPLY_GRACE)
-        request = msgspec.msgpack.encode(_Request(operation, keys, limit, value, expected, amount))
+        request = msgspec.msgpack.encode(_Request(operation, keys, limit, **fields))
         if len(request) > _MAX_FRAME_BYTES:
             raise ValueError(f"a store request of {len(request)} bytes exceeds the limit of {_MAX_FRAME_BYTES}")
-        sock = self._check_out(deadline)
-        try:
-            sock.send_frame(request, deadline)
-            reply = _REPLY_DECODER.decode(sock.receive_frame(_MAX_FRAME_BYTES, deadline))
-        except TimeoutError:
-            self._discard(sock)
-            raise DistributedTimeoutError(
-                f"the store at {self.address} did not answer {operation.name} {', '.join(keys[:4])} within "
-                f"{deadline.elapsed():.2f} s (limit {limit:.2f} s); is rank 0, which serves it, stopped?",
-                ranks=(0,),
-            ) from None
-        except AuthenticationError as error:
-            self._discard(sock)
-            raise AuthenticationError(
-                f"the store of rank 0 at {self.address}: its answer to {operation.name} {', '.join(keys[:4])} can't be"
-                f" trusted: {error.message}. Who passes on this connection must change nothing of it."
-            ) from error
-        except (OSError, ProtocolError, ValueError) as error:
-            self._discard(sock)
-            raise self._fail(f"went away: {error}") from error
-        except BaseException:
-            self._discard(sock)
-            raise
-        self._check_in(sock)
+        with self._connection(deadline) as sock:
+            try:
+                sock.send_frame(request, deadline)
+                reply = _REPLY_DECODER.decode(sock.receive_frame(_MAX_FRAME_BYTES, deadline))
+            except TimeoutError:
+                raise DistributedTimeoutError(
+                    f"the store at {self.address} did not answer {operation.name} {', '.join(keys[:4])} within "
+                    f"{deadline.elapsed():.2f} s (limit {limit:.2f} s); is rank 0, which serves it, stopped?",
+                    ranks=(0,),
+                ) from None
+            except AuthenticationError as error:
+                raise AuthenticationError(
+                    f"the store of rank 0 at {self.address}: its answer to {operation.name} {', '.join(keys[:4])} can't"
+                    f" be trusted: {error.message}. Who passes on this connection must change nothing of it."
+                ) from error
+            except (OSError, ProtocolError, ValueError) as error:
+                raise self._fail(f"went away: {error}") from error
         if reply.error is not None:
             name, message, ranks = reply.error
             raise ValueError(message) if name == ValueError.__name__ else error_from_wire(name, message, ranks)
         return reply.value
+
+    @contextlib.contextmanager
+    def _connection(self, deadline: Deadline) -> Iterator[Connection]:
+        """Provide a connection that no other thread uses; it is closed after an error, and kept otherwise."""
+        sock = self._check_out(deadline)
+        is_kept = False
+        try:
+            yield sock
+            is_kept = True
+        finally:
+            with self._lock:
+                self._busy.discard(sock)
+                is_kept = is_kept and self._lost is None and len(self._idle) < _MAX_IDLE_CONNECTIONS
+                if is_kept:
+                    self._idle.append(sock)
+            if not is_kept:
+                disconnect(sock)
 
     def _check_out(self, deadline: Deadline) -> Connection:
         """Return a connection that no other thread uses."""
@@ -442,19 +440,6 @@ class TcpStore(Store):
             raise
         return sock
 
-    def _check_in(self, sock: Connection) -> None:
-        with self._lock:
-            self._busy.discard(sock)
-            if self._lost is None and len(self._idle) < _MAX_IDLE_CONNECTIONS:
-                self._idle.append(sock)
-                return
-        disconnect(sock)
-
-    def _discard(self, sock: Connection) -> None:
-        with self._lock:
-            self._busy.discard(sock)
-        disconnect(sock)
-
     def _fail(self, reason: str) -> RendezvousError:
         """Make this call and all others fail, for the first reason."""
         with self._lock:
@@ -465,8 +450,7 @@ class TcpStore(Store):
         for sock in idle:
             disconnect(sock)
         for sock in busy:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            interrupt(sock)
         return error
 
     def _check_usable(self) -> None:

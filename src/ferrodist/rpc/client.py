@@ -116,7 +116,7 @@ class PendingCall:
 
     @property
     def is_users(self) -> bool:
-        """Whether a user made the call, not an agent: it counts in statistics, and occupies a slot."""
+        """True for a call of a user, which counts in statistics and occupies a slot; False for an agent's own."""
         return self.peer is not None
 
     @property

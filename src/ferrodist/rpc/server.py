@@ -77,7 +77,7 @@ _MAX_FAILURE_CHARACTERS, _MAX_TYPE_NAME_CHARACTERS = 300, 40
 
 
 class RpcServer(MessageHandler):
-    """Handles the messages of peers: serves calls, and gives responses to the client."""
+    """Handles the messages of peers: serves their calls, and hands responses to the client."""
 
     def __init__(
         self,

@@ -80,17 +80,11 @@ def _text_stream(descriptor: int) -> IO[str]:
         return Path(os.devnull).open("w", encoding="utf-8")
 
 
-def _report(connection: Connection, stage: Stage, outcome: Outcome | None) -> None:
-    # Before the outcome: the parent may print its own text as soon as it has that.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    connection.send_bytes(_pack(stage, outcome))
-
-
-def _pack(stage: Stage, outcome: Outcome | None) -> bytes:
-    """Pickle an outcome, or if that is impossible one that says why."""
+def _report(connection: Connection, event: Event) -> None:
+    """Send an event; in place of one that does not pickle, one that says why."""
+    outcome = event.outcome
     try:
-        packed = pickle.dumps((stage, outcome))
+        packed = pickle.dumps(event)
         if outcome is not None and outcome.error is not None:
             pickle.loads(packed)  # an exception with its own __init__ may pickle and then not unpickle
     except Exception as problem:  # noqa: BLE001 - a result's own code runs here
@@ -101,10 +95,15 @@ def _pack(stage: Stage, outcome: Outcome | None) -> bytes:
                 f"it returned a {type(outcome.result).__name__} that cannot be pickled ({said}). Ranks that are"
                 " processes can return only what pickles; ranks that are threads can return anything."
             )
-            return pickle.dumps((stage, replace(outcome, result=None, summary=summary)))
-        stand_in = RuntimeError(f"{outcome.summary} (a stand-in: the error itself does not pickle: {said})")
-        return pickle.dumps((stage, replace(outcome, error=stand_in)))
-    return packed
+            outcome = replace(outcome, result=None, summary=summary)
+        else:
+            stand_in = RuntimeError(f"{outcome.summary} (a stand-in: the error itself does not pickle: {said})")
+            outcome = replace(outcome, error=stand_in)
+        packed = pickle.dumps(replace(event, outcome=outcome))
+    # Before the outcome: the parent may print its own text as soon as it has that.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send_bytes(packed)
 
 
 _STACK_TIMEOUT_SECONDS = 1.0
@@ -206,13 +205,6 @@ class _Child:
             os.close(self.pidfd)
             self.pidfd = None
 
-    def cause_of_death(self) -> str:
-        if self.status is None:
-            return "the process ended without a result"
-        if self.status < 0:
-            return f"the process was killed by {signal_name(-self.status)}"
-        return f"the process exited with status {self.status} without a result"
-
 
 class ProcessRanks(RankSet):
     """One forked process for each rank; a `RankSet`."""
@@ -307,25 +299,34 @@ class ProcessRanks(RankSet):
 
     def _on_message(self, child: _Child, message: bytes) -> None:
         try:
-            stage, outcome = pickle.loads(message)
+            event: Event = pickle.loads(message)
         except Exception as error:  # noqa: BLE001 - a result's own code runs here
             stage = Stage.ENDED if child.stage is None else Stage.CLOSED
-            summary = f"what it returned or raised cannot be unpickled here: {type(error).__name__}: {error}"
-            outcome = Outcome(rank=child.rank, time=time.monotonic(), summary=summary)
-        child.stage = stage
-        self._pending.append(Event(rank=child.rank, stage=stage, outcome=outcome))
+            self._add_failure(
+                child, stage, f"what it returned or raised cannot be unpickled here: {type(error).__name__}: {error}"
+            )
+        else:
+            child.stage = event.stage
+            self._pending.append(event)
 
     def _on_exit(self, child: _Child) -> None:
-        if child.stage is Stage.CLOSED:
-            return
-        outcome = Outcome(rank=child.rank, time=time.monotonic(), summary=child.cause_of_death())
-        if child.stage is None:
-            self._pending.append(Event(rank=child.rank, stage=Stage.ENDED, outcome=outcome))
-            self._pending.append(Event(rank=child.rank, stage=Stage.CLOSED, outcome=None))
+        if child.status is None:
+            cause = "the process ended without a result"
+        elif child.status < 0:
+            cause = f"the process was killed by {signal_name(-child.status)}"
         else:
-            outcome = replace(outcome, summary=f"{outcome.summary}, while it closed its group")
-            self._pending.append(Event(rank=child.rank, stage=Stage.CLOSED, outcome=outcome))
+            cause = f"the process exited with status {child.status} without a result"
+        if child.stage is None:
+            self._add_failure(child, Stage.ENDED, cause)
+            self._pending.append(Event(rank=child.rank, stage=Stage.CLOSED, outcome=None))
+        elif child.stage is Stage.ENDED:
+            self._add_failure(child, Stage.CLOSED, f"{cause}, while it closed its group")
         child.stage = Stage.CLOSED
+
+    def _add_failure(self, child: _Child, stage: Stage, summary: str) -> None:
+        child.stage = stage
+        outcome = Outcome(rank=child.rank, time=time.monotonic(), summary=summary)
+        self._pending.append(Event(rank=child.rank, stage=stage, outcome=outcome))
 
     @override
     def stack(self, rank: int) -> str:

@@ -19,14 +19,14 @@ from typing_extensions import override
 from ferrodist.deadline import Deadline, check_timeout, default_timeout
 from ferrodist.errors import InvalidWorldSizeError, RankFailedError
 from ferrodist.testing.backend_names import RANKS_BACKENDS
-from ferrodist.testing.supervisor import Event, RankProgram, RankSet, Stage, is_own_frame, supervise
+from ferrodist.testing.supervisor import RankProgram, RankSet, is_own_frame, supervise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.testing.backend_names import BackendName
-    from ferrodist.testing.supervisor import Outcome
+    from ferrodist.testing.supervisor import Event
 
     BackendFactory: TypeAlias = Callable[[int], Sequence[Backend]]
 
@@ -192,10 +192,7 @@ class ThreadRanks(RankSet):
             return group
 
         def run(rank: int) -> None:
-            def report(stage: Stage, outcome: Outcome | None) -> None:
-                self._events.put(Event(rank=rank, stage=stage, outcome=outcome))
-
-            replace(program, open_group=open_group).run(rank, report, self._may_close.wait)
+            replace(program, open_group=open_group).run(rank, self._events.put, self._may_close.wait)
 
         self._threads = [
             threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)

@@ -26,6 +26,7 @@ from ferrodist.errors import (
     RankFailedError,
     describe_error,
     describe_failed_program,
+    ranks_text,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def rank_failed_error(outcomes: Sequence[Outcome], world_size: int, notes: Seque
     first = [outcome for outcome in failures if not outcome.secondary] or failures[:1]
     others = [outcome for outcome in failures if outcome not in first]
     ranks = tuple(dict.fromkeys(outcome.rank for outcome in first))
-    parts = [f"{_named(ranks)} of {world_size} failed: {first[0].summary}"]
+    parts = [f"{ranks_text(ranks)} of {world_size} failed: {first[0].summary}"]
     said: dict[tuple[str, str], Outcome] = {}
     for outcome in first:
         # One exception on all ranks is reported once, though each rank has its own traceback; two stuck ranks are
@@ -64,10 +65,6 @@ def rank_failed_error(outcomes: Sequence[Outcome], world_size: int, notes: Seque
     error = RankFailedError("\n".join(parts), ranks=ranks)
     error.__cause__ = next((outcome.error for outcome in first if outcome.error is not None), None)
     return error
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 _HERE = Path(__file__).parent
@@ -99,10 +96,8 @@ class RankProgram:
     open_group: Callable[[int], Backend]
     body: Callable[[Backend], Any]
 
-    def run(
-        self, rank: int, report: Callable[[Stage, Outcome | None], object], await_close: Callable[[], object]
-    ) -> None:
-        """Run as ``rank``. Nothing is raised: results and errors go to ``report``, as in an `Event`.
+    def run(self, rank: int, report: Callable[[Event], object], await_close: Callable[[], object]) -> None:
+        """Run as ``rank``. Nothing is raised: results and errors go to ``report``.
 
         ``await_close`` blocks until the functions of all ranks have ended.
         """
@@ -120,11 +115,11 @@ class RankProgram:
                 # A second failure (a backend under test may do anything) must not hide the one that is being reported.
                 with suppress(Exception):
                     group.abort(describe_failed_program(error))
-        report(Stage.ENDED, outcome)
+        report(Event(rank=rank, stage=Stage.ENDED, outcome=outcome))
         if not outcome.failed:
             # A rank that failed closes at once: that also wakes ranks that wait for it in a sub-group.
             await_close()
-        report(Stage.CLOSED, _close(group, rank))
+        report(Event(rank=rank, stage=Stage.CLOSED, outcome=_close(group, rank)))
 
 
 def failed_outcome(rank: int, error: BaseException) -> Outcome:

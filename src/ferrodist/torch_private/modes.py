@@ -19,15 +19,10 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch
 
-
-def _none() -> int:
-    return 0
-
-
-num_dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", _none)
+num_dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", int)  # int() is 0
 """Return the number of active dispatch modes of this thread."""
 
-num_function_modes: Any = getattr(torch._C, "_len_torch_function_stack", _none)
+num_function_modes: Any = getattr(torch._C, "_len_torch_function_stack", int)
 """Return the number of active function modes of this thread."""
 
 is_in_torch_dispatch_mode: Any = getattr(_python_dispatch, "is_in_torch_dispatch_mode", num_dispatch_modes)

@@ -15,7 +15,7 @@ from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives.tensor_protocol import TensorHeader, payload_ids, receive_into, start_payload, wait_for
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import MemoryStore
-from ferrodist.rendezvous.roll_call import await_all, claim_rank, note_rejection
+from ferrodist.rendezvous.roll_call import JoinRequest, await_all, claim_rank, note_rejection
 from ferrodist.testing import run_ranks
 
 _PATIENCE = 60.0
@@ -184,19 +184,21 @@ def test_one_rank_speaks_for_all():
     assert [is_speaker(rank, (2,)) for rank in (0, 1, 3)] == [True, False, False]
 
 
+def a_request(rank: int, world_size: int, deadline: Deadline) -> JoinRequest:
+    return JoinRequest(rank=rank, world_size=world_size, local_rank=None, job="j", secret=b"", deadline=deadline)
+
+
 def test_ranks_that_do_not_come_are_named(warned):
     """While the ranks meet, too."""
     found, until = warned
     store = MemoryStore()
-    first = Deadline(_PATIENCE)
-    claim_rank(store, rank=0, where="here", advice="", deadline=first)
-    waiting = threading.Thread(
-        target=await_all, args=[store], kwargs={"rank": 0, "world_size": 2, "where": "here", "deadline": first}
-    )
+    requests = [a_request(rank, 2, Deadline(_PATIENCE)) for rank in range(2)]
+    claim_rank(store, requests[0], "here", "")
+    waiting = threading.Thread(target=await_all, args=[store, requests[0], "here"])
     waiting.start()
     assert until("has not come yet")
-    claim_rank(store, rank=1, where="here", advice="", deadline=first)
-    await_all(store, rank=1, world_size=2, where="here", deadline=first)
+    claim_rank(store, requests[1], "here", "")
+    await_all(store, requests[1], "here")
     waiting.join(_PATIENCE)
     assert [text.partition(", after")[0] for text in found] == ["here: rank 1 of 2 has not come yet"]
     assert "Turned away" not in found[0]
@@ -207,12 +209,12 @@ def test_ranks_that_were_turned_away_are_named_with_the_reason(warned):
     found, until = warned
     store = MemoryStore()
     note_rejection(store, "127.0.0.1:5: wrong job secret")
-    claim_rank(store, rank=0, where="here", advice="", deadline=Deadline(_PATIENCE))
-    call = {"rank": 0, "world_size": 2, "where": "here", "deadline": Deadline(_PATIENCE)}
-    waiting = threading.Thread(target=await_all, args=[store], kwargs=call)
+    requests = [a_request(rank, 2, Deadline(_PATIENCE)) for rank in range(2)]
+    claim_rank(store, requests[0], "here", "")
+    waiting = threading.Thread(target=await_all, args=[store, requests[0], "here"])
     waiting.start()
     assert until("Turned away")
-    claim_rank(store, rank=1, where="here", advice="", deadline=Deadline(_PATIENCE))
-    await_all(store, **{**call, "rank": 1})
+    claim_rank(store, requests[1], "here", "")
+    await_all(store, requests[1], "here")
     waiting.join(_PATIENCE)
     assert found[0].endswith(". Turned away: 127.0.0.1:5: wrong job secret")

@@ -1,18 +1,18 @@
 """Reports of ferrodist bench with made-up figures."""
 
-from ferrodist.bench.cases import Peer
+from ferrodist.bench.cases import DataType, Operation, Peer, Suite
 from ferrodist.bench.report import CaseReport, Machine, Measurement, PeerReport, Report
 
 
 def measured(peer, *microseconds):
-    return Measurement.from_batches(peer.value, [value * 1e-6 for value in microseconds], 10)
+    return Measurement.from_batches(peer, [value * 1e-6 for value in microseconds], 10, {})
 
 
 def case(*measurements, operation="allreduce", size_bytes=16384, suite="collectives", num_hosts=1, **more):
     return CaseReport(
-        suite=suite,
-        operation=operation,
-        dtype="float32",
+        suite=Suite(suite),
+        operation=Operation(operation),
+        dtype=DataType.FLOAT32,
         num_ranks=2,
         num_hosts=num_hosts,
         size_bytes=size_bytes,
@@ -37,8 +37,10 @@ def machine(load=0.0):
 
 def report(*cases, load=0.0):
     peers = [
-        PeerReport(peer="native", num_ranks=2, versions={"torch": "2.13"}, command="python -m ferrodist.bench.worker"),
-        PeerReport(peer="mpich", num_ranks=2, reason="no wheel | none"),
+        PeerReport(
+            peer=Peer.NATIVE, num_ranks=2, versions={"torch": "2.13"}, command="python -m ferrodist.bench.worker"
+        ),
+        PeerReport(peer=Peer.MPICH, num_ranks=2, reason="no wheel | none"),
     ]
     return Report(
         started="2026-01-02T03:04:05+00:00",
@@ -53,12 +55,12 @@ def report(*cases, load=0.0):
 
 LOST = case(measured(Peer.NATIVE, 4, 5, 6), measured(Peer.GLOO, 50), measured(Peer.OPENMPI, 4), measured(Peer.LIMIT, 2))
 WON = case(measured(Peer.NATIVE, 4), measured(Peer.GLOO, 8), size_bytes=8)
-BARRIER = case(measured(Peer.NATIVE, 1), operation="barrier", size_bytes=0, not_offered={"limit": "no bytes"})
+BARRIER = case(measured(Peer.NATIVE, 1), operation="barrier", size_bytes=0, not_offered={Peer.LIMIT: "no bytes"})
 
 
 def overlap(peer, value):
     parts = {"alone": [0.005], "computing": [0.004], "together": [0.005 * value]}
-    return Measurement.from_batches(peer.value, [value], 9, parts)
+    return Measurement.from_batches(peer, [value], 9, parts)
 
 
 OVERLAP = case(overlap(Peer.NATIVE, 1.5), overlap(Peer.GLOO, 1.2), operation="overlap", suite="overlap")

@@ -16,7 +16,6 @@ from rich.console import Console
 from ferrodist.bench import driver
 from ferrodist.bench.cases import BACKENDS, DataType, Operation, Peer, Suite, format_ranks, plan_stages
 from ferrodist.bench.cli import bench_options
-from ferrodist.bench.display import RunDisplay
 from ferrodist.bench.report import CaseReport, Measurement
 from ferrodist.cli.main import build_parser, main
 from ferrodist.installation import how_to_install
@@ -32,14 +31,14 @@ def parse(*arguments):
 def filled(report, *, failures=None, peer=Peer.NATIVE):
     report.cases.append(
         CaseReport(
-            suite="collectives",
-            operation="allreduce",
-            dtype="float32",
+            suite=Suite.COLLECTIVES,
+            operation=Operation.ALLREDUCE,
+            dtype=DataType.FLOAT32,
             num_ranks=2,
             num_hosts=1,
             size_bytes=8,
             num_elements=2,
-            measurements=[Measurement.from_batches(peer.value, [1e-6], 1)],
+            measurements=[Measurement.from_batches(peer, [1e-6], 1, {})],
             failures=failures or {},
         )
     )
@@ -196,7 +195,7 @@ def test_a_run_leaves_report_and_plot(monkeypatch, tmp_path, capsys):
     assert lines[-2].startswith("report: ")
 
 
-@pytest.mark.parametrize("change", [{"failures": {"gloo": "wrong result"}}, {"peer": Peer.GLOO}])
+@pytest.mark.parametrize("change", [{"failures": {Peer.GLOO: "wrong result"}}, {"peer": Peer.GLOO}])
 def test_failures_set_the_exit_code(monkeypatch, tmp_path, change):
     """It is 1 after a wrong result of any peer, or when ferrodist was not measured."""
     assert run(monkeypatch, tmp_path, lambda report: filled(report, **change))[0] == 1
@@ -217,10 +216,10 @@ def test_printed_lines_stay_and_only_a_terminal_gets_a_bar():
     files = [io.StringIO(), io.StringIO()]
     consoles = [Console(file=files[0]), Console(file=files[1], force_terminal=True, width=90)]
     for console in consoles:
-        with RunDisplay(2, console) as display:
-            display.begin_case("allreduce of 8 B", 4)
-            display.show_round(2)
-            display.print_lines(["a table [not markup]", "  of two lines"])
+        with driver.RunDisplay(2, console) as display:
+            display.begin_case("allreduce of 8 B")
+            display.show_done(0.5)
+            display.print_lines("a table [not markup]", "  of two lines")
     assert files[0].getvalue() == "a table [not markup]\n  of two lines\n"
     text = files[1].getvalue()
     assert all(part in text for part in ("allreduce of 8 B", "case 1 of 2", "a table [not markup]"))

@@ -10,7 +10,7 @@ from ferrodist.bench import environments
 from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import Case, Operation
 from ferrodist.bench.environments import EmulatedHosts, PeerFailedError, host_index
-from ferrodist.bench.targets import Iperf3Target, parse_iperf3_rate
+from ferrodist.bench.targets import Iperf3, parse_iperf3_rate
 
 
 @pytest.fixture
@@ -96,9 +96,9 @@ def test_iperf3_transfers_in_the_directions_of_the_operation(monkeypatch, named)
     """An allreduce sends and receives at once, a message goes one way; small sizes are unsupported."""
     monkeypatch.setattr("ferrodist.bench.targets.shutil.which", lambda name: None)
     with pytest.raises(PeerFailedError, match="apt-get install iperf3"):
-        Iperf3Target(named)
+        Iperf3(named)
     size = 1 << 20
-    target = Iperf3Target.__new__(Iperf3Target)
+    target = Iperf3.__new__(Iperf3)
     target._hosts = named
     both, one = (
         target.client_command(Case(operation=operation, num_ranks=2, num_hosts=2, size_bytes=size), 64 << 20)

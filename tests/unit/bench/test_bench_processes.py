@@ -1,40 +1,38 @@
 """The peers' processes of ferrodist bench, and their requests; the ranks are small programs of the tests."""
 
 import contextlib
-import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from ferrodist.bench import foreign, processes
+from ferrodist.bench import foreign, targets
 from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import BenchOptions, Case, Operation, Peer, Suite
-from ferrodist.bench.channel import MAX_LINE_BYTES, Channel, ChannelClosedError
 from ferrodist.bench.driver import measure_case
-from ferrodist.bench.environments import EmulatedHosts, PeerFailedError, obtain_environment
-from ferrodist.bench.processes import RankGroup, rank_environment, start_commands
-from ferrodist.bench.targets import RankTarget
+from ferrodist.bench.environments import (
+    EmulatedHosts,
+    PeerFailedError,
+    obtain_environment,
+    rank_environment,
+    start_commands,
+)
+from ferrodist.bench.targets import RankGroup
 
 HELLO = """
-import json, os, socket, sys
-path, rank = sys.argv[1], int(sys.argv[2])
-sock = socket.socket(socket.AF_UNIX); sock.connect(path)
-lines = sock.makefile("rw")
+import os, sys
+from multiprocessing.connection import Client
+connection, rank = Client(sys.argv[1]), int(sys.argv[2])
 def send(**message):
-    lines.write(json.dumps(message) + "\\n"); lines.flush()
+    connection.send(message)
 send(pid=os.getpid())
 """
 JOIN = HELLO + 'send(rank=rank, num_ranks=2, versions={"x": "1"})\n'
 SERVE = (
     JOIN
     + """
-for line in lines:
-    message = json.loads(line)
-    if message["do"] == "end":
-        break
+while (message := connection.recv())["do"] != "end":
     if message["do"] == "prepare":
         send(max_calls=7)
     elif message["do"] == "batch":
@@ -46,65 +44,13 @@ for line in lines:
 )
 
 
-@pytest.fixture
-def channels():
-    left, right = (Channel(sock) for sock in socket.socketpair())
-    yield left, right
-    left.close()
-    right.close()
-
-
-def start(monkeypatch, tmp_path, program, *, num_ranks=2, timeout=20.0, peer=Peer.GLOO):
+def start(monkeypatch, tmp_path, program, *, num_ranks=2, timeout=20.0, max_seconds=10.0, peer=Peer.GLOO):
     def commands(peer, num_ranks, folder, log, hosts):
         return [[sys.executable, "-c", program, str(folder / "socket"), str(rank)] for rank in range(num_ranks)]
 
-    monkeypatch.setattr(processes, "start_commands", commands)
-    return RankGroup(peer, num_ranks, folder=tmp_path, timeout=timeout, log=print)
-
-
-def test_messages_of_any_size_pass_through_the_channel(channels):
-    """They arrive whole and in order, several in one segment, and long ones in many."""
-    left, right = channels
-    sent = [{"a": 1}, {"text": "x" * 300_000}, {}, {"b": [None, 1.5]}]
-    sender = threading.Thread(target=lambda: [left.send(message) for message in sent])
-    sender.start()
-    assert [right.receive(10) for _ in sent] == sent
-    sender.join()
-
-
-def test_a_closed_channel_raises(channels):
-    """Both send and receive do."""
-    left, right = channels
-    left.close()
-    with pytest.raises(ChannelClosedError):
-        right.receive()
-    with pytest.raises(ChannelClosedError):
-        right.send({})
-
-
-def test_receive_times_out(channels):
-    """A receive ends at its timeout."""
-    with pytest.raises(TimeoutError):
-        channels[0].receive(0.01)
-
-
-@pytest.mark.parametrize("raw", [b"[1]\n", b"nonsense\n", b"x" * (MAX_LINE_BYTES + 70_000)])
-def test_invalid_messages_are_refused(raw):
-    """A line without end is refused before it fills the memory."""
-    left, right = socket.socketpair()
-    channel = Channel(right)
-
-    def send():
-        with contextlib.suppress(OSError):  # the other end closes before all has gone
-            left.sendall(raw)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    with pytest.raises(ValueError, match=r"no message|Expecting value"):
-        channel.receive(10)
-    channel.close()
-    sender.join()
-    left.close()
+    monkeypatch.setattr(targets, "start_commands", commands)
+    group = RankGroup(peer, num_ranks, folder=tmp_path, timeout=timeout, max_seconds=max_seconds, log=print)
+    return contextlib.closing(group)
 
 
 def test_ranks_answer_requests_and_exit(monkeypatch, tmp_path):
@@ -125,7 +71,7 @@ def test_ranks_answer_requests_and_exit(monkeypatch, tmp_path):
         ("import sys; sys.exit('no such library')", "ended before it joined: no such library"),
         (HELLO + "sys.exit('broken')", "ended before it joined: broken"),
         (HELLO + "send(failed='ValueError: not here')", "^ValueError: not here$"),
-        (HELLO + "send(rank=0, versions={}); lines.readline()", r"the ranks are \[0\], not 0 to 1"),
+        (HELLO + "send(rank=0, versions={}); connection.recv()", r"the ranks are \[0\], not 0 to 1"),
     ],
 )
 def test_a_peer_that_cannot_start_raises_its_reason(monkeypatch, tmp_path, program, reason):
@@ -143,9 +89,12 @@ def test_a_peer_that_does_not_join_times_out(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        (JOIN + "lines.readline()\nif rank: sys.exit('gone')\nlines.readline()", "a rank has ended"),
-        (JOIN + "lines.readline(); send(failed='RuntimeError: x')\nlines.readline()", "^RuntimeError: x$"),
-        (JOIN + "lines.readline()\nif rank: send()\nlines.readline()", r"ranks \[0\] did not answer to 'batch' within"),
+        (JOIN + "connection.recv()\nif rank: sys.exit('gone')\nconnection.recv()", "a rank has ended"),
+        (JOIN + "connection.recv(); send(failed='RuntimeError: x')\nconnection.recv()", "^RuntimeError: x$"),
+        (
+            JOIN + "connection.recv()\nif rank: send()\nconnection.recv()",
+            r"ranks \[0\] did not answer to 'batch' within",
+        ),
     ],
 )
 def test_a_peer_that_fails_in_a_request_is_killed(monkeypatch, tmp_path, program, reason):
@@ -158,12 +107,11 @@ def test_a_peer_that_fails_in_a_request_is_killed(monkeypatch, tmp_path, program
         assert all(process.returncode is not None for process in processes)
 
 
-def measure(groups, case=None, max_seconds=10):
+def measure(groups, case=None):
     options = BenchOptions(suites=[], num_rounds=4, seconds=10)
     rounds = []
     case = case or Case(operation=Operation.ALLREDUCE, num_ranks=2, size_bytes=8)
-    targets = [RankTarget(group, max_seconds) for group in groups]
-    report = measure_case(Suite.COLLECTIVES, case, targets, options, rounds.append)
+    report = measure_case(Suite.COLLECTIVES, case, groups, options, rounds.append)
     return report, rounds
 
 
@@ -172,7 +120,7 @@ def test_the_slowest_rank_counts_and_a_batch_fills_a_millisecond(monkeypatch, tm
     with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "None")) as group:
         report, rounds = measure([group])
     (only,) = report.measurements
-    assert rounds == [1, 2, 3, 4]
+    assert rounds == [0.25, 0.5, 0.75, 1]
     assert (only.median, only.batches) == (pytest.approx(2e-4), [pytest.approx(2e-4)] * 4)
     assert only.calls_per_batch == 5
 
@@ -218,37 +166,36 @@ def test_an_overlap_has_as_much_computation_as_communication(monkeypatch, tmp_pa
 
 def test_a_peer_that_takes_too_long_is_left_out(monkeypatch, tmp_path):
     """The reason says what a call took; larger ones are not tried, smaller ones and other operations are."""
-    with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "None")) as group:
-        target = RankTarget(group, 1e-4)
+    with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "None"), max_seconds=1e-4) as group:
 
         def attempt(operation, size_bytes):
             with pytest.raises(UnsupportedError) as refused:
-                target.open_runner(Case(operation=operation, num_ranks=2, size_bytes=size_bytes))
+                group.open_runner(Case(operation=operation, num_ranks=2, size_bytes=size_bytes))
             return str(refused.value)
 
         assert attempt(Operation.ALLREDUCE, 2048) == "a call took 200 us"
         assert attempt(Operation.ALLREDUCE, 4096) == "a call took 200 us for 2 KiB"
         assert attempt(Operation.ALLREDUCE, 1024) == "a call took 200 us"
         assert attempt(Operation.BROADCAST, 8192) == "a call took 200 us"
-        assert measure([group], max_seconds=1e-4)[0].not_offered == {"gloo": "a call took 200 us"}
+        assert measure([group])[0].not_offered == {Peer.GLOO: "a call took 200 us"}
 
 
 def test_a_wrong_result_is_a_failure(monkeypatch, tmp_path):
     """The peer has no figures in the case; it takes part in the next one."""
     with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "'bad' if rank else None")) as group:
         report, _ = measure([group])
-        assert report.failures == {"gloo": "wrong result: bad"}
+        assert report.failures == {Peer.GLOO: "wrong result: bad"}
         assert report.measurements == []
         assert group.is_alive
 
 
 def test_a_dead_peer_is_named_in_later_cases(monkeypatch, tmp_path):
     """The case in which it died has the reason; later cases say that it failed before."""
-    with start(monkeypatch, tmp_path, JOIN + "lines.readline(); sys.exit('crash')") as group:
+    with start(monkeypatch, tmp_path, JOIN + "connection.recv(); sys.exit('crash')") as group:
         first, _ = measure([group])
         second, _ = measure([group])
-    assert "a rank has ended" in first.failures["gloo"]
-    assert second.not_offered == {"gloo": "it failed in an earlier case"}
+    assert "a rank has ended" in first.failures[Peer.GLOO]
+    assert second.not_offered == {Peer.GLOO: "it failed in an earlier case"}
 
 
 def test_a_foreign_interpreter_needs_the_standard_library_only():
@@ -264,7 +211,7 @@ def test_each_peer_has_its_start_commands(monkeypatch, tmp_path):
     options = {"folder": tmp_path, "log": print}
     ours = start_commands(Peer.NATIVE, 2, **options)
     assert [command[-2:] for command in ours] == [["--rank", "0"], ["--rank", "1"]]
-    monkeypatch.setattr("ferrodist.bench.processes.obtain_environment", lambda library, log: Path("/x"))
+    monkeypatch.setattr("ferrodist.bench.environments.obtain_environment", lambda library, log: Path("/x"))
     (mpi,) = start_commands(Peer.OPENMPI_SINGLE, 4, **options)
     assert mpi[0] == "/x/bin/mpiexec"
     assert mpi[mpi.index("-n") + 1 : mpi.index("--socket")] == ["4", "/x/bin/python", foreign.__file__, "worker"]

@@ -26,7 +26,7 @@ from ferrodist.bench.report import (
 @pytest.mark.parametrize("values", [[3.0], [1.0, 2.0], [3.0, 1.0, 2.0], [float(value) for value in range(101)]])
 def test_percentiles_are_interpolated_as_in_numpy(values):
     """The order of the values does not matter."""
-    made = Measurement.from_batches("native", values, 1)
+    made = Measurement.from_batches(Peer.NATIVE, values, 1, {})
     assert [made.p10, made.median, made.p99] == pytest.approx(np.percentile(values, [10, 50, 99]))
 
 
@@ -64,14 +64,16 @@ def test_the_table_marks_faster_peers():
 
 def test_the_table_says_why_a_figure_is_missing():
     """Unsupported operations and failures have a line with the reason."""
-    text = "\n".join(case_lines(case(measured(Peer.NATIVE, 1), not_offered={"mpich": "no"}, failures={"gloo": "died"})))
+    text = "\n".join(
+        case_lines(case(measured(Peer.NATIVE, 1), not_offered={Peer.MPICH: "no"}, failures={Peer.GLOO: "died"}))
+    )
     assert "MPICH                 -  no" in text
     assert "gloo                  FAILED: died" in text
 
 
 def test_the_summary_hides_nothing():
     """It has missing peers, failures, lost cases, and a busy machine."""
-    failed = case(measured(Peer.NATIVE, 1), failures={"gloo": "wrong result: x"})
+    failed = case(measured(Peer.NATIVE, 1), failures={Peer.GLOO: "wrong result: x"})
     lines = summary_lines(report(LOST, WON, BARRIER, failed, load=1.5))
     assert lines == [
         "MPICH was not measured on 2 ranks: no wheel | none",

@@ -11,10 +11,16 @@ from nccl_fakes import FakeNccl, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist
 from ferrodist.bench.adapters import ferrodist as ferrodist_adapter
-from ferrodist.bench.adapters.base import MemoryCopyAdapter, NumpyArrays, RankInfo, TorchArrays, UnsupportedError
+from ferrodist.bench.adapters.base import (
+    FileBarrier,
+    MemoryCopyAdapter,
+    NumpyArrays,
+    RankInfo,
+    TorchArrays,
+    UnsupportedError,
+)
 from ferrodist.bench.adapters.ferrodist import SymmetricArrays
 from ferrodist.bench.cases import Case, DataType, Operation
-from ferrodist.bench.channel import FileBarrier
 from ferrodist.bench.worker import open_timer
 from ferrodist.bench.workload import MatmulLoad, Workload, max_calls_in_place, num_buffers
 from ferrodist.testing import run_ranks

@@ -52,7 +52,7 @@ def test_the_page_has_a_section_for_each_suite():
         operation="new_group",
         suite="groups",
         size_bytes=0,
-        not_offered={"mpich": "no groups"},
+        not_offered={Peer.MPICH: "no groups"},
     )
     text = render_page([report(made, OVERLAP, WON)], [None])
     headings = [line for line in text.splitlines() if line.startswith(("### ", "#### "))]

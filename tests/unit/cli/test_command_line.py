@@ -12,9 +12,9 @@ import pytest
 import ferrodist.launch
 from ferrodist.cli import main as cli
 from ferrodist.cli.main import build_parser, main
-from ferrodist.launch import launcher
+from ferrodist.launch import options
 from ferrodist.launch import spec as limits
-from ferrodist.launch.launcher import spec_from_arguments
+from ferrodist.launch.options import spec_from_arguments
 from ferrodist.launch.spec import LaunchSpec, ProgramKind
 
 SOURCE = Path(ferrodist.launch.__file__).parents[2]
@@ -74,7 +74,7 @@ def test_arguments_of_the_program_are_left_alone(rest):
 @pytest.mark.parametrize("word", ["auto", "cpu"])
 def test_a_rank_for_each_usable_core(word, monkeypatch):
     """torchrun's words for the number of ranks mean the usable cores."""
-    monkeypatch.setattr(launcher, "usable_cores", lambda: 7)
+    monkeypatch.setattr(options, "usable_cores", lambda: 7)
     assert parse("--nproc-per-node", word, __file__).nproc_per_node == 7
 
 

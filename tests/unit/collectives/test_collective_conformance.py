@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,9 +13,9 @@ from ferrodist.backends.subgroup import SubBackend
 from ferrodist.collectives.engines import reference
 from ferrodist.collectives.reduce_op import ReduceOp, fold
 from ferrodist.testing import run_ranks
+from ferrodist.testing.conformance.backend.harness import public_functions
 from ferrodist.testing.conformance.collectives import reductions
 from ferrodist.testing.conformance.collectives.suite import COLLECTIVE_CHECKS, check_collectives
-from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
@@ -146,3 +147,11 @@ def test_the_suite_finds_wrong_arithmetic(wrong, monkeypatch: pytest.MonkeyPatch
             failed.append(check.__name__)
             break
     assert failed
+
+
+def test_checks_are_programs_of_a_rank() -> None:
+    """Every check has a name of its own, states its rule, and takes the group of a rank."""
+    assert len({check.__name__ for check in COLLECTIVE_CHECKS}) == len(COLLECTIVE_CHECKS)
+    for check in COLLECTIVE_CHECKS:
+        assert check.__doc__, check.__name__
+        assert [*inspect.get_annotations(check).values()] == ["Backend", "None"], check.__name__

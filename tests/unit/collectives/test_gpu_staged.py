@@ -27,9 +27,9 @@ from ferrodist.collectives.tensor_protocol import Recv, Send
 from ferrodist.collectives.work import PreparedCall, submit
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
+from ferrodist.testing.conformance.backend.harness import public_functions
 from ferrodist.testing.conformance.collectives import calling, data_movement, reductions
 from ferrodist.testing.conformance.collectives.oracle import check_bits, elements
-from ferrodist.testing.conformance.runner import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

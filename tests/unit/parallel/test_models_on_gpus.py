@@ -13,8 +13,8 @@ import ferrodist as fd
 from ferrodist.collectives.serialization import PackedValue
 from ferrodist.deadline import Deadline
 from ferrodist.parallel.ddp import bucket
-from ferrodist.parallel.fsdp import flat_grad, fsdp, init
-from ferrodist.parallel.pipeline.runtime import PendingRecv, send_value
+from ferrodist.parallel.fsdp import flat_param, fsdp, init
+from ferrodist.parallel.pipeline.schedule_executor import PendingRecv, send_value
 from ferrodist.parallel.pipeline.stage import Stage
 from ferrodist.testing import run_ranks
 
@@ -109,7 +109,7 @@ def test_failures_after_wait_are_raised(kind: str, monkeypatch: pytest.MonkeyPat
             loss.backward()
 
     monkeypatch.setattr(bucket, "async_allreduce", start)
-    monkeypatch.setattr(flat_grad, "async_reduce_scatter", start)
+    monkeypatch.setattr(flat_param, "async_reduce_scatter", start)
     run_ranks(on_rank, 2)
 
 
@@ -118,9 +118,9 @@ def test_pipeline_values_arrive_on_the_stages_device() -> None:
 
     def on_rank(group: Backend) -> None:
         if group.rank == 0:
-            parcel = PackedValue.of([torch.ones(2), torch.zeros(100_000), torch.ones(3)], "values")
-            assert parcel.is_on_gpu == [False] * 3
-            send_value(dataclasses.replace(parcel, is_on_gpu=[True, True, False]), 1, 0, group)
+            packed = PackedValue.of([torch.ones(2), torch.zeros(100_000), torch.ones(3)], "values")
+            assert packed.is_on_gpu == [False] * 3
+            send_value(dataclasses.replace(packed, is_on_gpu=[True, True, False]), 1, 0, group)
             fd.barrier()
         else:
             found = PendingRecv(0, 0, group, prefetch=False, device=_META).wait(Deadline(30.0))

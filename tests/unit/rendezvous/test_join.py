@@ -23,7 +23,7 @@ from ferrodist.errors import (
 )
 from ferrodist.rendezvous import FileStore, MemoryStore, auth, rendezvous, rendezvous_in, roll_call
 from ferrodist.rendezvous import shared_store as meeting_module
-from ferrodist.rendezvous.roll_call import claim_rank, count_departure
+from ferrodist.rendezvous.roll_call import JoinRequest, claim_rank, count_departure
 
 LIMIT = 0.6
 
@@ -36,6 +36,10 @@ def method(request, tmp_path, free_port):
 
 def join(method, rank, size, *, timeout=20.0, secret="s", **options):
     return lambda: rendezvous(method, rank=rank, world_size=size, timeout=timeout, secret=secret, **options)
+
+
+def a_request(rank: int, world_size: int, deadline: Deadline) -> JoinRequest:
+    return JoinRequest(rank=rank, world_size=world_size, local_rank=None, job="j", secret=b"", deadline=deadline)
 
 
 def close_all(in_threads, members):
@@ -221,10 +225,10 @@ def test_a_job_name_that_is_too_long(method, rank):
 def test_a_rank_that_dies_between_claiming_and_coming(in_threads):
     """The rank counts as missing: a claim alone does not complete the rendezvous, at no deadline."""
     store = MemoryStore()
-    options = {"where": "job 'j'", "deadline": Deadline(LIMIT)}
-    for rank in range(3):
-        roll_call.claim_rank(store, rank=rank, advice="", **options)
-    calls = [lambda rank=rank: roll_call.await_all(store, rank=rank, world_size=3, **options) for rank in (0, 1)]
+    requests = [a_request(rank, 3, Deadline(LIMIT)) for rank in range(3)]
+    for request in requests:
+        roll_call.claim_rank(store, request, "job 'j'", "")
+    calls = [lambda request=request: roll_call.await_all(store, request, "job 'j'") for request in requests[:2]]
     errors = in_threads(*calls)
     assert {type(error) for error in errors} == {RendezvousError}
     assert len({error.message for error in errors}) == 1
@@ -565,10 +569,10 @@ def test_a_rejection_that_utf8_cannot_carry(in_threads):
     """The reason of a rejection is reported also with a file name that is not UTF-8."""
     store = MemoryStore()
     roll_call.note_rejection(store, "job at file:///caf\udce9: no")
-    options = {"where": "job 'j'", "deadline": Deadline(0.1)}
-    roll_call.claim_rank(store, rank=0, advice="", **options)
+    request = a_request(0, 2, Deadline(0.1))
+    roll_call.claim_rank(store, request, "job 'j'", "")
     with pytest.raises(RendezvousError, match=r"file:///caf\\udce9: no"):
-        roll_call.await_all(store, rank=0, world_size=2, **options)
+        roll_call.await_all(store, request, "job 'j'")
 
 
 def test_ranks_of_several_hosts_that_know_the_address_of_rank_0(tmp_path, in_threads, hosts, monkeypatch):
@@ -621,7 +625,7 @@ def test_exactly_one_rank_leaves_last():
     """A rank that learns late of the others' leaving is not the last one, which would remove the next store."""
     store = MemoryStore()
     for rank in range(2):
-        claim_rank(store, rank=rank, where="here", advice="", deadline=Deadline(5))
+        claim_rank(store, a_request(rank, 2, Deadline(5)), "here", "")
     calls = []
 
     class Emptied:

@@ -6,19 +6,21 @@ Arrays are one-dimensional; the workload writes and checks them, and slices shar
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ferrodist.bench.cases import Case, DataType, Operation
-from ferrodist.bench.channel import FileBarrier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-
 ALIGNMENT_BYTES = 64  # every array begins at a multiple of this, a cache line, in every library
+
+_COUNTER_WORDS = ALIGNMENT_BYTES // 8  # a counter of a barrier has a cache line of its own
 
 
 class Arrays:
@@ -137,6 +139,31 @@ class Adapter:
     def close(self) -> None:
         """Leave the group for good."""
         self.destroy_group()
+
+
+class FileBarrier:
+    """A barrier of counters in a file that all ranks have mapped; the first rank that comes creates the file."""
+
+    def __init__(self, path: Path, rank: int, num_ranks: int) -> None:
+        self._rank, self._num_ranks, self._generation = rank, num_ranks, 0
+        size_bytes = ALIGNMENT_BYTES * num_ranks
+        with path.open("a+b") as file:
+            file.truncate(size_bytes)
+            self._memory = mmap.mmap(file.fileno(), size_bytes)
+        self._counters = memoryview(self._memory).cast("Q")
+
+    def wait(self) -> None:
+        """Wait until all ranks have come."""
+        self._generation += 1
+        self._counters[self._rank * _COUNTER_WORDS] = self._generation
+        for rank in range(self._num_ranks):
+            while self._counters[rank * _COUNTER_WORDS] < self._generation:
+                os.sched_yield()
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._counters.release()
+        self._memory.close()
 
 
 class MemoryCopyAdapter(Adapter):

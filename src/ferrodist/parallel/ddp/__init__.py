@@ -1,4 +1,12 @@
-"""Distributed data parallelism: every rank has the whole model and a share of each batch."""
+"""Distributed data parallelism: every rank has the whole model and a share of each batch.
+
+::
+
+    ddp.py             DDP, the wrapper                         config.py        its options, checked
+    autograd_hooks.py  a gradient is ready; unused parameters   model_sync.py    ranks begin with one model
+    reducer.py         Reducer, and the round of one backward   join.py          ranks with fewer batches
+    bucket.py          GradientBucket: memory, allreduce        comm_hooks/      compression of gradients
+"""
 
 from ferrodist.parallel.ddp import comm_hooks
 from ferrodist.parallel.ddp.bucket import GradientBucket

@@ -15,9 +15,11 @@ reach the same verdict without another message. Ids go from 1 to 127 and then st
 tell the quotients apart: two models whose ids differ by 127 look alike.
 
 [Note: memory of buckets]
-A bucket's memory is allocated once and used in every step. Where gradients are views of it, a step copies each gradient
-once, from where autograd made it: an engine that reduces symmetric memory needs no staging copy, and the optimizer
-reads the average where the engine wrote it. A gradient that accumulates is added in place and not copied at all.
+A bucket's memory is allocated once and used in every step; that of rebuilt buckets is symmetric memory on the CPU (see
+[Note: rebuilding buckets] in `reducer.py`). By default each ``.grad`` is a view of it, from before the allreduce on. So
+a step copies each gradient once, from where autograd made it: an engine that reduces symmetric memory needs no staging
+copy, and the optimizer reads the average where the engine wrote it. A gradient that accumulates is added in place and
+not copied at all.
 
 After ``zero_grad()`` autograd makes new gradient tensors. They are copied as they arrive, while they are in the CPU's
 cache, and freed at once, so that the next layer's gradient reuses the memory.
@@ -51,7 +53,7 @@ CommHook: TypeAlias = "Callable[[GradientBucket], PendingCollective[torch.Tensor
 
 FINGERPRINT_SIZE = 2  # elements of one rank's fingerprint
 
-_ATTACHMENT = "parallel.data.models"
+_ATTACHMENT = "parallel.ddp.models"  # the group attachment with the names of its models, by id
 _ID_MODULUS = 127
 _ALIGNMENT_BYTES = 64
 
@@ -198,7 +200,7 @@ class GradientBucket:
         )
 
     def copy_in(self, slot: int) -> None:
-        """Copy a gradient that has just arrived; see [Note: memory of buckets]."""
+        """Copy a gradient that has just arrived, and make ``.grad`` a view of it; see [Note: memory of buckets]."""
         gradient = self.parameters[slot].grad
         if self._as_views and gradient is not None and gradient.layout is torch.strided:
             self._copy_gradient(slot, gradient)
@@ -288,9 +290,10 @@ class GradientBucket:
 
     @torch.no_grad()
     def finish(self, scale: float, *, is_idle: bool) -> None:
-        """Give each parameter its average, times ``scale``; gradients stay None where no rank has one.
+        """Multiply the averages by ``scale`` and copy them to gradients that are not views, which hold them already.
 
-        On a rank that ``is_idle`` gradients stay, though views then hold the others' averages.
+        Gradients stay None where no rank has one. On a rank that ``is_idle`` they stay as they are, though views then
+        hold the others' averages.
         """
         if scale != 1.0:
             self.tensor.mul_(scale)

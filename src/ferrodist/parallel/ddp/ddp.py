@@ -389,7 +389,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
         self._guard.check_unchanged(self._title())
         if not self._options.overlap_comm:
             self._check_gradients_averaged(reducer)
-        reducer.check_owns_parameters()
+        reducer.hooks.check_owner()
         matches = all(bucket.matches_parameters() for bucket in reducer.buckets)
         if self._guard.requires_grad_changed() or not matches:
             previous, reducer = reducer, self._make_reducer()

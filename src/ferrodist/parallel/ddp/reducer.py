@@ -1,4 +1,22 @@
-"""Averaging of gradients while backward is still running; see [Note: round] in `autograd_hooks.py`.
+"""Averaging of gradients while backward is still running: the reducer, and its round of one backward.
+
+[Note: round]
+A *round* is one reduction of all buckets. It opens when autograd first reaches one of the model's outputs or
+parameters, and closes in a callback that the engine runs at the end of that backward, before ``backward()`` returns. In
+between, a bucket starts as soon as it and all buckets before it are complete, so that all ranks start them in one
+order, whatever the order of their gradients. When the round closes, the remaining buckets start as they are, with zeros
+for gradients that did not arrive.
+
+A backward inside the backward (re-entrant checkpointing) has an id of its own. The hook on the outputs opens the round
+in the outer one, so that it lasts as long as that; but gradients of one parameter may now arrive more than once, so
+buckets wait for the end, unless ``static_graph`` has counted how often each arrives. Where no output was found, a round
+opens and closes with the inner backward; that is right to rounding, since the mean of values that are equal on all
+ranks is that value again, but it costs messages.
+
+A backward that fails leaves its round open. The engine then drops its callbacks, which the next round notices. If no
+bucket had started, the round is discarded. If one had, the other ranks count on the rest, and the group is aborted: an
+error on all ranks in place of mixed-up buckets. A failure of the reduction itself (a sparse gradient, an interruption)
+ends the round at once, with the same two outcomes.
 
 [Note: indices]
 A *param_id* is a parameter's index when the reducer was made, a *position* its index in the present order of gradients,
@@ -21,6 +39,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import weakref
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,10 +56,10 @@ from ferrodist.errors import (
     describe_error,
     ranks_text,
 )
-from ferrodist.parallel.ddp.autograd_hooks import BackwardRound, ParameterHooks
+from ferrodist.parallel.ddp.autograd_hooks import ParameterHooks
 from ferrodist.parallel.ddp.bucket import compute_bucket_assignment, make_buckets, model_title
 from ferrodist.parallel.module_guard import check_dense, current_backward_id, hook_gradients, weak_method
-from ferrodist.torch_private.autograd import version_of
+from ferrodist.torch_private.autograd import queue_callback, version_of
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -54,6 +74,89 @@ _ADVICE = (
     "Look for a rank that has fewer batches than the others (see join()), skips a backward or is in no_sync(), or runs"
     " the backwards of several models in another order."
 )
+
+
+class BackwardRound:
+    """The gradients that have arrived in one backward, and the buckets that are complete; see [Note: round].
+
+    A static round learns at first how often each gradient arrives, and relies on it.
+    """
+
+    def __init__(self, bucket_indices: Sequence[int], *, is_static: bool) -> None:
+        self._bucket_indices = bucket_indices
+        self._is_static = is_static
+        self._num_expected = [1] * len(bucket_indices)  # gradients of each position in a backward
+        self.has_learned = not is_static
+        self.unused: frozenset[int] = frozenset()  # positions that the outputs of the forwards so far don't depend on
+        self.counts: dict[int, int] = {}  # number of gradients that have arrived, by position
+        self.versions: tuple[int, ...] = ()  # the parameters' version counters when the round opened
+        self._num_missing: list[int] = []
+        self._backward_id = -1
+        self._is_nested = False
+        self._end_callback: weakref.ref[partial[None]] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """True if a backward is under way, or has failed."""
+        return self._end_callback is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the backward that opened the round has ended without closing it."""
+        return self._end_callback is not None and self._end_callback() is None
+
+    def enter(self, on_end: Callable[[], None]) -> bool:
+        """Open the round unless it is open, with a callback at the end of the backward; True if this opened it."""
+        backward_id = current_backward_id()
+        if self._end_callback is not None:
+            self._is_nested |= backward_id != self._backward_id
+            return False
+        end = partial(on_end)  # alive as long as the engine's backward
+        queue_callback(end)
+        self._end_callback, self._backward_id = weakref.ref(end), backward_id
+        self._num_missing = [0] * (max(self._bucket_indices, default=-1) + 1)
+        for position, bucket_index in enumerate(self._bucket_indices):
+            self._num_missing[bucket_index] += self._expected_count(position) > 0
+        return True
+
+    def count_gradient(self, position: int) -> None:
+        """Count a gradient that has arrived."""
+        count = self.counts[position] = self.counts.get(position, 0) + 1
+        if count == self._expected_count(position):
+            self._num_missing[self._bucket_indices[position]] -= 1
+
+    def first_incomplete(self, first: int) -> int:
+        """Index of the first bucket, from ``first`` on, that may not start yet."""
+        if not self.has_learned or (self._is_nested and not self._is_static):
+            return first
+        while first < len(self._num_missing) and self._num_missing[first] == 0:
+            first += 1
+        return first
+
+    def find_missing(self) -> int | None:
+        """A position whose gradient arrived less often than in the learned round, if any."""
+        if not (self._is_static and self.has_learned and self.is_open):
+            return None
+        expected = enumerate(self._num_expected)
+        return next((position for position, count in expected if self.counts.get(position, 0) < count), None)
+
+    def close(self, *, is_complete: bool) -> None:
+        """Close the round; a complete one teaches a static graph its counts."""
+        if is_complete and not self.has_learned and self.counts:
+            self._num_expected = [self.counts.get(position, 0) for position in range(len(self._bucket_indices))]
+            self.has_learned = True
+        self.counts = {}
+        self.unused = frozenset()
+        self._is_nested = False
+        self._end_callback = None
+
+    def inherit_counts(self, other: BackwardRound, old_positions: Sequence[int]) -> None:
+        """Take over the counts that ``other`` has learned, given each position's old one."""
+        self._num_expected = [other._num_expected[position] for position in old_positions]
+        self.has_learned = other.has_learned
+
+    def _expected_count(self, position: int) -> int:
+        return 0 if position in self.unused else self._num_expected[position]
 
 
 class Reducer:
@@ -79,8 +182,8 @@ class Reducer:
         reverse = dict(reversed(list(parameters.items()))) if group.world_size > 1 else {}
         self._build_buckets(reverse, is_symmetric=False)
         self._positions = list(range(len(self._ordered)))  # by param_id
-        self._hooks = ParameterHooks(
-            self._ordered,
+        self.hooks = ParameterHooks(
+            reverse,
             weak_method(self, Reducer.on_accumulated),
             weak_method(self, Reducer.on_ready),
             title=self._title,
@@ -145,17 +248,6 @@ class Reducer:
         """Take over the settings and callbacks of another reducer of the same model."""
         self.is_syncing, self.before_round, self.after_round = other.is_syncing, other.before_round, other.after_round
         self.has_unreduced_gradients = other.has_unreduced_gradients
-
-    def check_owns_parameters(self) -> None:
-        """Raise UnsupportedOpError if another DDP was made of one of the parameters."""
-        foreign = self._hooks.foreign_owner()
-        if foreign is not None:
-            param_id, owner = foreign
-            raise UnsupportedOpError(
-                f"{self._parameter_title(self._positions[param_id])} belongs to {owner.title} since that was made: two"
-                " DDPs can't average one gradient. Put modules that share parameters into one, and wrap that once; to"
-                " keep using this DDP, drop the other."
-            )
 
     def watch_outputs(self, outputs: Sequence[torch.Tensor], unused: frozenset[int]) -> None:
         """Hook a forward's outputs that require grad, so that the round opens where their gradients begin to flow."""
@@ -328,7 +420,7 @@ class Reducer:
 
     def _count_missed(self) -> None:
         """Count the gradients that arrived without `on_ready`."""
-        for param_id in self._hooks.missed_hooks():
+        for param_id in self.hooks.missed_hooks():
             self._round.count_gradient(self._positions[param_id])
 
     def _on_backward_end(self) -> None:
@@ -354,5 +446,5 @@ class Reducer:
     def _reset_round(self, *, is_complete: bool) -> None:
         self._num_started = 0
         self._has_forwards = False
-        self._hooks.pending.clear()  # of a backward that failed
+        self.hooks.pending.clear()  # of a backward that failed
         self._round.close(is_complete=is_complete)

@@ -48,7 +48,7 @@ _PAGE_BYTES, _SMALL_BYTES = 4096, 65536
 
 _NUM_DIMS = 32  # half of the number that torch allows
 
-_ATTACHMENT = "parallel.sharded.names"
+_ATTACHMENT = "parallel.fsdp.layout_ids"
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 

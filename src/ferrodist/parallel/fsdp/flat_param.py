@@ -1,6 +1,9 @@
-"""Flat parameters: parameters of one dtype, stored as shards and used in full.
+"""Flat parameters: parameters of one dtype, stored as shards and used in full, and their gradients.
 
-    shard --gather--> full ==forward, backward==> full.grad --fill rows, average--> shard.grad --> optimizer
+    shard --all_gather--> full ==forward, backward==> full.grad
+    full.grad --fill rows--> buffer --reduce_scatter--> this rank's row --replicas' allreduce--> shard.grad
+
+Rows are explained in [Note: flat units] in `flat_layout.py`.
 
 [Note: two parameters for one]
 The module's own `Parameter` objects live on as the local shards: their data becomes a part of this rank's flat shard,
@@ -9,8 +12,9 @@ and optimizers that hold them stay right, also those made before. While a unit i
 them, from forward to backward. So the full ones are made once and keep their storage. There are three kinds of it:
 - *copied*: it is emptied when the unit is freed, and filled again with the same values when it is gathered again.
   Filling uses a tensor with a version counter of its own, since nothing that autograd saved has changed;
-- *shared*: a contiguous view of all ranks' shards, in memory that the ranks share; nothing moves. See [Note: shared
-  shards] in `scheduler.py`;
+- *shared*: a contiguous view of all ranks' shards, in memory that the ranks of one host share. There is no all_gather,
+  since nothing has to move: `start_gather` does nothing, and `finish_gather` exchanges a token, before which each rank
+  makes its last change to its shard. `flat_memory.py` says which shards; see [Note: shared shards] in `scheduler.py`;
 - *alias*: the shard itself, when no other rank shards the unit.
 
 If the version counter of a full one moves, but for an alias's, somebody has changed values in vain, which is an error.
@@ -21,19 +25,21 @@ Where parameters are this rank's local tensors of DTensors, the full ones are DT
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import increment_version
 
-from ferrodist.collectives.all_gather import all_gather, async_all_gather
+from ferrodist.collectives.all_gather import all_gather, async_all_gather, async_reduce_scatter
 from ferrodist.collectives.gather import scatter
-from ferrodist.collectives.reduce import broadcast
+from ferrodist.collectives.reduce import async_allreduce, broadcast
+from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.parallel.fsdp.dtensor_params import local_tensor, slice_local, wrap_local
-from ferrodist.parallel.fsdp.flat_grad import FlatGradients
+from ferrodist.parallel.fsdp.dtensor_params import local_tensor, same_placements, slice_local, wrap_local
+from ferrodist.parallel.fsdp.flat_memory import FlatMemory, alias_memory
 from ferrodist.parallel.fsdp.flat_shard import convert_to_shard, shard_groups_of
-from ferrodist.parallel.fsdp.memory import FlatMemory, alias_memory
+from ferrodist.parallel.module_guard import check_dense
 from ferrodist.tensor.dtensor import keep_grad_placements
 from ferrodist.tensor.local_shards import FlatShard, annotate_flat_shard
 from ferrodist.torch_private.autograd import version_of
@@ -46,8 +52,110 @@ if TYPE_CHECKING:
     from ferrodist.collectives.work import PendingCollective
     from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_layout import FlatLayout
+    from ferrodist.parallel.fsdp.flat_memory import GradientBuffer
     from ferrodist.parallel.fsdp.wrap import UnitSpec
     from ferrodist.tensor.spec import DTensorSpec
+
+
+@dataclass(slots=True, kw_only=True)
+class FlatGradients:
+    """The gradients of `FlatParameters`."""
+
+    names: Sequence[str]
+    full_params: Sequence[torch.nn.Parameter]
+    shards: Sequence[torch.nn.Parameter]
+    layout: FlatLayout
+    axes: ShardAxes
+    _shard_reduction: PendingCollective[torch.Tensor] | None = None
+    _replica_reduction: PendingCollective[torch.Tensor] | None = None
+    _own_row: torch.Tensor | None = None
+
+    @property
+    def exist(self) -> bool:
+        """True if a full parameter has a gradient that is not averaged yet."""
+        return any(full.grad is not None for full in self.full_params)
+
+    def drop(self) -> None:
+        """Drop gradients that are not averaged."""
+        for full in self.full_params:
+            full.grad = None
+
+    def reset_after_failure(self) -> None:
+        """Forget running collectives, after a failure of the group."""
+        self._shard_reduction = self._replica_reduction = self._own_row = None
+        self.drop()
+
+    @torch.no_grad()
+    def start(self, buffer: GradientBuffer) -> None:
+        """Start averaging the full parameters' gradients, if there may be any, over the ranks, and drop them."""
+        if not (self.exist or any(shard.requires_grad for shard in self.shards)):
+            return
+        check_dense(self.names, self.full_params, self.axes.world, wrapper="FSDP")
+        axes, layout = self.axes, self.layout
+        rows = buffer.acquire(layout.num_shards * layout.row_size, layout.reduce_dtype, self.reduce_across_replicas)
+        self._fill(rows)
+        self._own_row = rows.new_empty(layout.row_size)
+        if axes.shard is not None:
+            self._shard_reduction = async_reduce_scatter(rows, ReduceOp.MEAN, group=axes.shard, out=self._own_row)
+        elif axes.replicate is not None:
+            self._shard_reduction = async_allreduce(rows, ReduceOp.MEAN, group=axes.replicate, out=self._own_row)
+        else:
+            self._own_row.copy_(rows)
+
+    def reduce_across_replicas(self) -> None:
+        """Wait until the buffer is free; then start averaging over the replicas of the model, if there are any."""
+        pending, self._shard_reduction = self._shard_reduction, None
+        if pending is None:
+            return
+        row = pending.wait()
+        if self.axes.shard is not None and self.axes.replicate is not None:
+            self._replica_reduction = async_allreduce(row, ReduceOp.MEAN, group=self.axes.replicate, out=row)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the averages and add them to the gradients of the shards."""
+        self.reduce_across_replicas()
+        if self._replica_reduction is not None:
+            self._replica_reduction.wait()
+            self._replica_reduction = None
+        row, self._own_row = self._own_row, None
+        if row is None:
+            return
+        layout = self.layout
+        present = (row[layout.shard_size :][: len(self.shards)] != 0).tolist()
+        for group in (self.axes.shard, self.axes.replicate):
+            if group is not None and group.failure is not None:  # on a GPU wait() may return before the work has ended
+                raise group.failure.fresh()
+        means = row[: layout.shard_size]
+        for index, parameter in enumerate(self.shards):
+            if not present[index]:
+                continue
+            shard_range = layout.shard_range(index, self.axes.shard_rank)
+            mean = layout.shape_shard(index, means[shard_range.offset :][: shard_range.size]).to(parameter.dtype).data
+            if parameter.grad is None:
+                parameter.grad = mean
+            else:
+                parameter.grad.add_(mean)
+
+    def _fill(self, rows: torch.Tensor) -> None:
+        """Copy gradients and gradient mask to the rows, and drop the gradients."""
+        layout = self.layout
+        presence = rows.view(layout.num_shards, layout.row_size)[:, layout.shard_size :]
+        presence.fill_(1)
+        for index, full in enumerate(self.full_params):
+            gradient, full.grad = full.grad, None
+            if gradient is None:
+                presence[:, index] = 0
+            else:
+                assert same_placements(gradient, full), "keep_grad_placements sees to it"
+                gradient = layout.flatten(index, local_tensor(gradient))
+            for shard_range in layout.shard_ranges(index):
+                start = shard_range.rank * layout.row_size + shard_range.offset
+                target = rows[start : start + shard_range.size]
+                if gradient is None:
+                    target.zero_()
+                else:
+                    target.copy_(gradient[shard_range.start :][: shard_range.size])
 
 
 class FlatParameters:
@@ -55,7 +163,7 @@ class FlatParameters:
 
     ``parameters`` are the module's own, which become this rank's local shards; ``slots`` the (module, attribute) pairs
     where each is registered; ``dtensor_specs`` are those of parameters that are local tensors of DTensors. ``memory``
-    has zeros for the shard.
+    is from `allocate_shards`, with zeros for the shard.
     """
 
     def __init__(
@@ -79,39 +187,43 @@ class FlatParameters:
         """True if the full parameters are the shard itself."""
         self.uses_shared_view = self._shared_view is not None  # other ranks compute with this rank's shard
         self._is_copied = not self.is_alias and not self.uses_shared_view
-        if self.is_alias:
-            self._full = self.shard.data
-        elif self._shared_view is not None:
-            self._full = self._shared_view.tensor.view(layout.param_dtype)
-        else:
-            self._full = torch.empty(layout.total_size, dtype=layout.param_dtype, device=self.shard.device)
-        size = layout.index + 1
-        self._token = torch.zeros(size, dtype=torch.uint8, device=self.shard.device)
-        self._tokens = torch.empty(layout.num_shards * size, dtype=torch.uint8, device=self.shard.device)
+        self._full = self._allocate_full()
         self.full_params = [
             self._as_parameter(index, layout.unflatten(index, self._full[offset : offset + numel]).data)
             for index, (offset, numel) in enumerate(zip(layout.offsets, layout.numels, strict=True))
         ]
-        self._versioned: list[tuple[str, torch.Tensor]] = list(zip(self.names, self.full_params, strict=True))
-        for name, full, spec in zip(self.names, self.full_params, self.dtensor_specs, strict=True):
-            if spec is not None:  # writes to to_local() of a DTensor move the version counter of its local tensor
-                self._versioned.append((name, local_tensor(full)))
+        pairs = list(zip(self.names, self.full_params, strict=True))
+        # Writes to to_local() of a DTensor move the version counter of its local tensor.
+        local_tensors = [(name, local_tensor(full)) for name, full in pairs if name in dtensor_specs]
+        self._versioned: list[tuple[str, torch.Tensor]] = [*pairs, *local_tensors]
         self._versions: list[int] = []
         self._hooked: set[int] = set()
         self._summoned: list[torch.nn.Parameter] = []
         self._addresses: list[int] = []  # of the local shards
         self.on_gradient: Callable[[], None] | None = None  # called when a full parameter has a new gradient
         self._gathering: PendingCollective[torch.Tensor] | None = None
+        # The token of [Note: ids of layouts] in `flat_layout.py`, and those of all ranks.
+        self._needs_token = self.uses_shared_view or (layout.needs_disambiguation_token and axes.shard is not None)
+        self._token = torch.zeros(layout.index + 1, dtype=torch.uint8, device=self.shard.device)
+        self._tokens = self._token.new_empty(layout.num_shards * self._token.numel())
         self.gradients = FlatGradients(
             names=self.names, full_params=self.full_params, shards=self.parameters, layout=layout, axes=axes
         )
         self._empty()
 
+    def _allocate_full(self) -> torch.Tensor:
+        """The memory of the full parameters, of one of the three kinds of [Note: two parameters for one]."""
+        if self.is_alias:
+            return self.shard.data
+        if self._shared_view is not None:
+            return self._shared_view.tensor.view(self.layout.param_dtype)
+        return torch.empty(self.layout.total_size, dtype=self.layout.param_dtype, device=self.shard.device)
+
     # Gathering.
 
     @torch.inference_mode(mode=False)
     def start_gather(self) -> None:
-        """Start filling the full parameters, unless they share the shards' memory."""
+        """Start filling the full parameters, if they are copied; see [Note: two parameters for one]."""
         self._check_installed()
         if not self._is_copied:
             return
@@ -131,7 +243,7 @@ class FlatParameters:
     def finish_gather(self) -> None:
         """Wait for the full parameters, and install them in the module."""
         self._wait()
-        if self._shared_view is not None or (self.layout.needs_disambiguation_token and self._axes.shard is not None):
+        if self._needs_token:
             all_gather(self._token, group=self._axes.shard, out=self._tokens)
         self.install_full()
 

@@ -3,7 +3,8 @@
 After S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020
 (https://arxiv.org/abs/1910.02054), and Y. Zhao et al., "PyTorch FSDP", VLDB 2023 (https://arxiv.org/abs/2304.11277).
 For a model of n elements on p ranks a step of FULL_SHARD sends 3 n (p - 1) / p elements from each rank: two all_gathers
-and one reduce_scatter for each unit. On one host only gradients move: ranks share the shards' memory.
+and one reduce_scatter for each unit. On one host only gradients move: ranks compute with each other's shards in shared
+memory (`flat_memory.py`), and the all_gathers become tokens of a few bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from ferrodist.parallel.fsdp.config import MixedPrecision, ShardAxes, ShardingSt
 from ferrodist.parallel.fsdp.dtensor_params import local_tensor, mesh_groups, use_local_params
 from ferrodist.parallel.fsdp.flat_shard import enter_forward, leave_forward
 from ferrodist.parallel.fsdp.init import build_units, find_device, verify_units
-from ferrodist.parallel.fsdp.memory import GradientBuffer
 from ferrodist.parallel.fsdp.optim_state_dict import OptimizerStateDict
 from ferrodist.parallel.fsdp.scheduler import UnitScheduler
 from ferrodist.parallel.fsdp.state_dict import ModelStateDict
@@ -128,17 +128,13 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
     ) -> None:
         super().__init__()
         _check_arguments(module, strategy, mixed_precision, init)
-        for name, count in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                raise ValueError(f"{name} must be a number of units from 0, not {count!r}")
+        _check_prefetch(forward_prefetch=forward_prefetch, backward_prefetch=backward_prefetch)
         check_bool("cpu_offload", cpu_offload)
         check_bool("reshard_after_forward", reshard_after_forward)
         self.strategy = strategy
         """The sharding strategy."""
         self._precision = mixed_precision or MixedPrecision()
         self._axes = ShardAxes.make(group, strategy)
-        if any(each in _fsdp_modules for each in module.modules()):
-            raise ValueError("the module belongs to an FSDP already, and its parameters are shards: build it anew")
         specs = find_units(module, wrap)
         reshards = strategy.reshards_after_forward and reshard_after_forward
         settings = f"{strategy.name}, {self._precision}, {forward_prefetch}, {backward_prefetch}, {reshards}"
@@ -156,11 +152,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
             self._scheduler = UnitScheduler(
                 self._units,
                 self._axes,
-                GradientBuffer(
-                    max((flat.layout.rows_bytes for flat in self._flats if flat.num_trainable), default=0),
-                    self._axes.shard or self._axes.replicate,
-                    self._device,
-                ),
+                device=self._device,
                 prefetch=(forward_prefetch, backward_prefetch),
                 reshards_after_forward=reshards,
             )
@@ -169,7 +161,6 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         self._model_state = ModelStateDict(module, self._flats, self._axes)
         self._optimizer_state = OptimizerStateDict(self._flats, self._axes)
         for unit in self._units:
-            self._scheduler.install_hooks(unit)
             unit.label_shards(self._key)
         self._guard = ModuleGuard(module, "FSDP", exchanges_parameters=True)
 
@@ -443,10 +434,18 @@ def _check_arguments(module: torch.nn.Module, strategy: object, mixed_precision:
     check_type(module, torch.nn.Module, "FSDP wraps a torch.nn.Module")
     if any(isinstance(each, FSDP) for each in module.modules()):
         raise ValueError("the module contains an FSDP: wrap once, from outside, and choose the units by wrap=")
+    if any(each in _fsdp_modules for each in module.modules()):
+        raise ValueError("the module belongs to an FSDP already, and its parameters are shards: build it anew")
     check_type(strategy, ShardingStrategy, "strategy must be a ShardingStrategy")
     check_type(mixed_precision, (MixedPrecision, NoneType), "mixed_precision must be a MixedPrecision or None")
     if init is not None and not callable(init):
         raise TypeError(f"init must be a function of a module or None, not {type(init).__name__}")
+
+
+def _check_prefetch(**counts: int) -> None:
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"{name} must be a number of units from 0, not {count!r}")
 
 
 def _choose_device(device: torch.device, *, cpu_offload: bool) -> torch.device:

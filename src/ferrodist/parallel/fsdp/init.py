@@ -15,8 +15,8 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError, add_error_context
 from ferrodist.parallel.fsdp.dtensor_params import local_tensor, spec_of
 from ferrodist.parallel.fsdp.flat_layout import FlatLayout, dim_order, layout_ids
+from ferrodist.parallel.fsdp.flat_memory import allocate_shards
 from ferrodist.parallel.fsdp.flat_param import FlatParameters
-from ferrodist.parallel.fsdp.memory import allocate_shards
 from ferrodist.parallel.fsdp.unit import Unit
 from ferrodist.parallel.module_guard import claim_parameters, describe_owner
 from ferrodist.parallel.module_init import (

@@ -1,5 +1,8 @@
 """Scheduling of gathering, freeing and reduction of units, driven by hooks and the backward plan.
 
+Each unit's module has forward hooks that call `pre_forward` and `post_forward`; for the outermost one `FSDP.forward`
+calls them. Hooks on the outputs call `pre_backward`, and those on the full parameters `on_gradient`.
+
 [Note: phases of a step]
 *Forward*: `pre_forward` gathers a unit, and starts gathering those that followed it in the last forward; `post_forward`
 frees it. Units that backward needs first stay: the outermost one, and those that ended last in the last forward, as
@@ -32,6 +35,7 @@ import torch
 from ferrodist.collectives.all_to_all import barrier
 from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, add_error_context, describe_error
 from ferrodist.parallel.fsdp.backward_plan import Action, BackwardRun, ForwardTrace, Step, plan_backward
+from ferrodist.parallel.fsdp.flat_memory import GradientBuffer
 from ferrodist.parallel.fsdp.unit import ADVICE, Unit, UnitState
 from ferrodist.parallel.module_guard import current_backward_id, find_outputs, find_tensors, hook_gradients, weak_method
 from ferrodist.torch_private.autograd import queue_callback
@@ -42,7 +46,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ferrodist.parallel.fsdp.config import ShardAxes
-    from ferrodist.parallel.fsdp.memory import GradientBuffer
 
 
 class UnitScheduler:
@@ -52,14 +55,16 @@ class UnitScheduler:
         self,
         units: Sequence[Unit],
         axes: ShardAxes,
-        buffer: GradientBuffer,
         *,
+        device: torch.device,
         prefetch: tuple[int, int],
         reshards_after_forward: bool,
     ) -> None:
         self.units = tuple(units)
         self.is_syncing = True  # True if backward averages gradients; otherwise they stay on this rank
-        self._axes, self._group, self._buffer = axes, axes.world, buffer
+        self._axes, self._group = axes, axes.world
+        sizes = [flat.layout.rows_bytes for unit in units for flat in unit.flats if flat.num_trainable]
+        self._buffer = GradientBuffer(max(sizes, default=0), axes.shard or axes.replicate, device)
         self._forward_prefetch, self._backward_prefetch = prefetch
         self._reshards_after_forward = reshards_after_forward
         self._forward_order: list[int] = []  # unit indices in the call order of the last forward
@@ -78,8 +83,9 @@ class UnitScheduler:
             # torch holds hooks on full parameters where Python's garbage collector sees no cycle.
             for flat in unit.flats:
                 flat.on_gradient = weak_method(self, UnitScheduler.on_gradient, unit.index)
+            self._install_hooks(unit)
 
-    def install_hooks(self, unit: Unit) -> None:
+    def _install_hooks(self, unit: Unit) -> None:
         """Hook a unit's forward, and refuse calls of modules without their parameters."""
 
         def pre_forward(_module: torch.nn.Module, _args: object) -> None:

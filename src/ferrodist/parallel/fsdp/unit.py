@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.base import Backend
+    from ferrodist.parallel.fsdp.flat_memory import GradientBuffer
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
-    from ferrodist.parallel.fsdp.memory import GradientBuffer
 
 ADVICE = (
     "Every rank must call the same parts of the model in the same order, run as many forwards and backwards as the"
@@ -33,7 +33,9 @@ class UnitState(enum.Enum):
     """The state of a unit's parameters."""
 
     SHARDED = "sharded"  # each rank has its shard
-    GATHERING = "gathering"  # the full parameters are being gathered; the module still has its shards
+    GATHERING = (
+        "gathering"  # `start_gather` was called, which moves nothing in shared memory; the module has its shards
+    )
     GATHERED = "gathered"  # the full parameters are there
 
 

@@ -6,6 +6,17 @@
     stages       split_sequential, Balance -> Stages; find_shared
     schedules    build_schedule -> Schedule, also from text; check_schedule, add_communication
     analysis     predict with Costs -> Timeline; draw_text, plot, count_activations
+
+The modules::
+
+    pipeline.py             Pipeline, and the scope of its steps      microbatch.py      batches split; outputs, losses
+    schedule_executor.py    a rank's actions, values sent, received   stage.py           Stage: forward and backward
+    schedule/ir.py          schedules as data, and as text            split_backward.py  backward in two phases
+    schedule/build.py       kinds of schedules, one module for each   tied_weights.py    parameters of several stages
+    schedule/lowering.py    sends and receives added                  state_dict.py      names of the whole model
+    schedule/validate.py    schedules checked before use              split.py           a Sequential cut into stages
+    schedule/timeline.py    predicted time and memory                 measure.py         time of each of its children
+    schedule/visualize.py   pictures, as text and as a plot
 """
 
 from ferrodist.errors import PipelineError

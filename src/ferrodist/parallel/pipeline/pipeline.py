@@ -23,9 +23,9 @@ from ferrodist.errors import (
 )
 from ferrodist.parallel.module_init import verify_across_ranks
 from ferrodist.parallel.pipeline.microbatch import Losses, LossReduction, Microbatches, Outputs, split_batch
-from ferrodist.parallel.pipeline.runtime import Executor, StepInputs
 from ferrodist.parallel.pipeline.schedule.build import PipelineSchedule, resolve_schedule
 from ferrodist.parallel.pipeline.schedule.lowering import backward_only, forward_only
+from ferrodist.parallel.pipeline.schedule_executor import ScheduleExecutor, StepInputs
 from ferrodist.parallel.pipeline.split import Stages, find_shared
 from ferrodist.parallel.pipeline.stage import Stage, find_edges
 from ferrodist.parallel.pipeline.state_dict import StateDictMapper
@@ -42,9 +42,12 @@ if TYPE_CHECKING:
 
 
 class StepScope:
-    """The sub-group of steps, made anew after each failure: so no message of a failed step reaches the next."""
+    """The sub-group of steps, made anew after each failure: so no message of a failed step reaches the next.
 
-    def __init__(self, parent: Backend, executor: Executor, tied: TiedParameters) -> None:
+    A sub-group of a native group has its fast path, too.
+    """
+
+    def __init__(self, parent: Backend, executor: ScheduleExecutor, tied: TiedParameters) -> None:
         self._parent, self._executor, self._tied = parent, executor, tied
         self._group: Backend | None = None
 
@@ -181,7 +184,7 @@ class Pipeline(TransparentWrapper):
         self.register_load_state_dict_post_hook(_restore_model_names)  # type: ignore[no-untyped-call]
         orders = self.schedule.backward_orders
         running = {index: Stage(module, orders[index][-1]) for index, module in self._local_stages.items()}
-        self._executor = Executor(running, ranks, self._edges, self.num_microbatches)
+        self._executor = ScheduleExecutor(running, ranks, self._edges, self.num_microbatches)
         self._step_scope = StepScope(self._parent, self._executor, self._tied)
         with self._step_scope.run_together(None) as (_, limit):
             self._tied.broadcast_values(Deadline(limit))
@@ -256,7 +259,7 @@ class Pipeline(TransparentWrapper):
             is_divided = allreduce(is_divided, ReduceOp.MAX, group=group, timeout=limit)
             outputs.is_joined = not is_divided
             result = outputs.result()
-            self._executor.outputs = outputs if torch.is_grad_enabled() else None
+            self._executor.outputs_for_backward = outputs if torch.is_grad_enabled() else None
             barrier(group, timeout=limit)
             return result
 
@@ -271,7 +274,7 @@ class Pipeline(TransparentWrapper):
             RuntimeError: There was no forward with gradients enabled. Or as `step`.
         """
         with self._step_scope.run_together(timeout) as (group, limit):
-            outputs, self._executor.outputs = self._executor.outputs, None
+            outputs, self._executor.outputs_for_backward = self._executor.outputs_for_backward, None
             if outputs is None:
                 raise RuntimeError("there is no forward to run backward from: call forward() first, without no_grad()")
             step_inputs = StepInputs([], outputs.add, outputs.split(gradients) if self._owns_stage(-1) else {})

@@ -1,4 +1,7 @@
-"""One stage: forwards of microbatches and their backwards, whole or split, and the edges to other stages."""
+"""One stage: forwards of microbatches and their backwards, and the edges to other stages.
+
+Most schedules run a microbatch's backward as a whole; zero-bubble schedules split it, by `split_backward.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Tensor parallelism: each layer is sharded over the ranks of a mesh axis."""
+"""Tensor parallelism: each layer is sharded over the ranks of a mesh axis.
+
+::
+
+    parallelize.py    a plan applied to a module       plan.py            the style of each module, by name
+    styles.py         Style and the styles of layers   module_io.py       inputs and outputs with placements
+    layers.py         layers that are made sharded     async_linear.py    gathering overlapped with products
+"""
 
 from ferrodist.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,

@@ -9,15 +9,14 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ferrodist.errors import DistributedError, DistributedTimeoutError, RendezvousError
-from ferrodist.testing.conformance.backend.harness import TIMEOUT, check_deadline, error_of, pattern
-from ferrodist.testing.conformance.runner import run_checks
+from ferrodist.testing.conformance.backend.harness import TIMEOUT, check_deadline, error_of, pattern, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -37,14 +36,14 @@ def check_store(factory: StoreFactory) -> None:
     Raises:
         AssertionError: Rules are broken; all of them are listed, and the first failure is the cause.
     """
-    run_checks("store", [(check.__name__, check, functools.partial(check, factory)) for check in STORE_CHECKS])
+    run_checks("store", [(check.__name__, check, partial(check, factory)) for check in STORE_CHECKS])
 
 
 _checks: list[StoreCheck] = []
 
 
 def _store_check(body: Callable[[Sequence[Store]], None]) -> StoreCheck:
-    @functools.wraps(body)
+    @wraps(body)
     def check(factory: StoreFactory) -> None:
         clients = factory()
         assert len(clients) > 1, "the factory must return at least two clients"
@@ -96,11 +95,8 @@ def get_keeps_its_deadline(clients: Sequence[Store]) -> None:
     """`get` of a key that does not come raises when its time is up, names the key, and leaves the store usable."""
     for timeout in (0.0, 0.1, 0.3):
         with check_deadline(timeout, "get"):
-            error = error_of(
-                DistributedTimeoutError,
-                lambda t=timeout: clients[0].get("missing", timeout=t),  # type: ignore[misc]
-                "get of a missing key",
-            )
+            get = partial(clients[0].get, "missing", timeout=timeout)
+            error = error_of(DistributedTimeoutError, get, "get of a missing key")
         assert "missing" in str(error), f"the error does not name the key: {error}"
     clients[1].set("missing", b"now", timeout=TIMEOUT)
     assert bytes(clients[0].get("missing", timeout=TIMEOUT)) == b"now", "the store is of no use after a timeout"
@@ -125,11 +121,8 @@ def wait_keeps_its_deadline(clients: Sequence[Store]) -> None:
     """`wait` that runs out of time names the keys that are missing and not those that are there."""
     clients[0].set("present", b"", timeout=TIMEOUT)
     with check_deadline(0.2, "wait"):
-        error = error_of(
-            DistributedTimeoutError,
-            lambda: clients[0].wait(["present", "absent"], timeout=0.2),
-            "wait for a missing key",
-        )
+        wait = partial(clients[0].wait, ["present", "absent"], timeout=0.2)
+        error = error_of(DistributedTimeoutError, wait, "wait for a missing key")
     assert "absent" in str(error), f"the missing key is not named: {error}"
     assert "present" not in str(error), f"a key that is there is named: {error}"
 
@@ -154,8 +147,7 @@ def add_stays_in_64_bits(clients: Sequence[Store]) -> None:
         clients[0].set("count", b"0", timeout=TIMEOUT)
         got = clients[1].add("count", end, timeout=TIMEOUT)
         assert got == end, f"add of {end} to 0 gave {got}"
-        too_far = functools.partial(clients[0].add, "count", step, timeout=TIMEOUT)
-        error_of(ValueError, too_far, f"add of {step} to {end}")
+        error_of(ValueError, partial(clients[0].add, "count", step, timeout=TIMEOUT), f"add of {step} to {end}")
         kept = bytes(clients[1].get("count", timeout=TIMEOUT))
         assert kept == b"%d" % end, f"a sum beyond 64 bits left {kept!r} in place of {end}"
         assert clients[0].add("count", -step, timeout=TIMEOUT) == end - step, "the number is of no use afterwards"
@@ -164,14 +156,10 @@ def add_stays_in_64_bits(clients: Sequence[Store]) -> None:
 @_store_check
 def add_is_atomic(clients: Sequence[Store]) -> None:
     """Many clients that add at the same time each get another sum, and none is lost."""
-    each = 50
-
-    def count(index: int, client: Store) -> list[int]:
-        del index
-        return [client.add("count", 1, timeout=TIMEOUT) for _ in range(each)]
-
-    sums = sorted(itertools.chain.from_iterable(_at_once(count, clients)))
-    assert sums == list(range(1, each * len(clients) + 1)), f"{each * len(clients)} additions gave the sums {sums}"
+    each, total = 50, 50 * len(clients)
+    counts = _at_once(lambda _, client: [client.add("count", 1, timeout=TIMEOUT) for _ in range(each)], clients)
+    sums = sorted(itertools.chain.from_iterable(counts))
+    assert sums == list(range(1, total + 1)), f"{total} additions gave the sums {sums}"
 
 
 @_store_check
@@ -273,13 +261,8 @@ def a_closed_store_says_so(clients: Sequence[Store]) -> None:
     """`close` may be called twice, wakes a call of this client that waits, and makes later ones raise."""
     store = clients[-1]
     about_to_wait = threading.Event()
-
-    def wait() -> bytes:
-        about_to_wait.set()
-        return store.get("never", timeout=TIMEOUT)
-
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait)
+    with ThreadPoolExecutor(1, initializer=about_to_wait.set) as pool:
+        waiting = pool.submit(store.get, "never", timeout=TIMEOUT)
         about_to_wait.wait(TIMEOUT)
         store.close()
         store.close()

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ferrodist import FSDP, DeviceMesh, MixedPrecision, ReduceOp, ShardingStrategy, allreduce, convert_sync_batchnorm
-from ferrodist.parallel.fsdp import flat_grad, flat_layout, flat_param, memory, scheduler
+from ferrodist.parallel.fsdp import flat_layout, flat_memory, flat_param, scheduler
 from ferrodist.testing import run_ranks
 
 BATCH = 12  # divides over 1, 2, 3 and 4 ranks
@@ -369,10 +369,10 @@ def started_on(monkeypatch, rank):
     for module, name in [
         (flat_param, "all_gather"),
         (flat_param, "async_all_gather"),
-        (flat_grad, "async_reduce_scatter"),
-        (flat_grad, "async_allreduce"),
+        (flat_param, "async_reduce_scatter"),
+        (flat_param, "async_allreduce"),
         (scheduler, "barrier"),
-        (memory, "empty_symmetric"),
+        (flat_memory, "empty_symmetric"),
     ]:
         monkeypatch.setattr(module, name, partial(noting, getattr(module, name), name.removeprefix("async_")))
     return names
@@ -621,12 +621,12 @@ def test_everything_that_is_sent_was_set(run, monkeypatch):
     def poisoned(shape, dtype=torch.float32, **kwargs):
         return empty_symmetric(shape, dtype, **kwargs).fill_(255 if dtype is torch.uint8 else math.nan)
 
-    empty_symmetric = memory.empty_symmetric
-    monkeypatch.setattr(memory, "empty_symmetric", poisoned)
+    empty_symmetric = flat_memory.empty_symmetric
+    monkeypatch.setattr(flat_memory, "empty_symmetric", poisoned)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     for module, name in (
-        (flat_grad, "async_reduce_scatter"),
-        (flat_grad, "async_allreduce"),
+        (flat_param, "async_reduce_scatter"),
+        (flat_param, "async_allreduce"),
         (flat_param, "async_all_gather"),
         (flat_param, "all_gather"),
     ):

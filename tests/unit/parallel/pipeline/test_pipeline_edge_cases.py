@@ -16,7 +16,7 @@ from ferrodist.checkpoint import load_distributed, save_distributed
 from ferrodist.collectives.serialization import PackedValue
 from ferrodist.errors import PipelineError, UnsupportedOpError
 from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineOutput, PipelineSchedule, Schedule
-from ferrodist.parallel.pipeline.runtime import PendingRecv
+from ferrodist.parallel.pipeline.schedule_executor import PendingRecv
 from ferrodist.parallel.pipeline.split import Stages
 from ferrodist.testing import run_ranks
 

@@ -19,8 +19,8 @@ from ferrodist.errors import (
     PipelineError,
     ProtocolError,
 )
-from ferrodist.parallel.pipeline import runtime
-from ferrodist.parallel.pipeline.runtime import PendingRecv, send_value
+from ferrodist.parallel.pipeline import schedule_executor
+from ferrodist.parallel.pipeline.schedule_executor import PendingRecv, send_value
 from ferrodist.testing import run_ranks
 
 BACKENDS = ["simulated", "native"]
@@ -42,7 +42,7 @@ VALUES = {
     "one too many": ([torch.ones(100 * KIB), torch.ones(100 * KIB) * 2, torch.ones(100 * KIB) * 3], True),
     "large": ((torch.arange(300.0 * KIB).reshape(300, KIB).T, torch.ones(3), torch.ones(2, 200 * KIB)), True),
 }
-"""Each with whether some of it goes apart."""
+"""Each with whether some of its tensors travel out-of-band."""
 
 
 def same(one, other):
@@ -67,10 +67,10 @@ def test_values_arrive(backend):
                     request.wait(10)
                 continue
             pending = PendingRecv(0, tag, group, prefetch=bool(tag % 2))
-            parcel = pending.wait(Deadline(10))
-            assert same(parcel.open(), value)
+            packed = pending.wait(Deadline(10))
+            assert same(packed.open(), value)
             assert pending.has_out_of_band == is_apart
-            assert all(tensor.data_ptr() % 64 == 0 for tensor in parcel.tensors)
+            assert all(tensor.data_ptr() % 64 == 0 for tensor in packed.tensors)
 
     run_ranks(program, 2, backend=backend)
 
@@ -85,11 +85,11 @@ def test_requires_grad_arrives():
             for request in send_value(PackedValue.of(value, "it"), 1, 0, group):
                 request.wait(10)
             return
-        parcel = PendingRecv(0, 0, group, prefetch=True).wait(Deadline(10))
-        assert parcel.wants_gradient == [True, False, True]
-        found = parcel.open()
+        packed = PendingRecv(0, 0, group, prefetch=True).wait(Deadline(10))
+        assert packed.wants_gradient == [True, False, True]
+        found = packed.open()
         assert found[0] is found[2]["again"]
-        assert not any(tensor.requires_grad for tensor in parcel.tensors)
+        assert not any(tensor.requires_grad for tensor in packed.tensors)
 
     run_ranks(program, 2)
 
@@ -117,12 +117,12 @@ def test_subclasses_arrive_as_plain_values():
     }
 
     def program(group):
-        parcel = PackedValue.of(value, "it")
+        packed = PackedValue.of(value, "it")
         if group.rank == 0:
-            send_value(parcel, 1, 0, group)
+            send_value(packed, 1, 0, group)
         else:
-            parcel = PendingRecv(0, 0, group, prefetch=False).wait(Deadline(10))
-        return parcel.open()
+            packed = PendingRecv(0, 0, group, prefetch=False).wait(Deadline(10))
+        return packed.open()
 
     expected = {"key": (1.5, 2, "text", b"12", True, None), 2: -(2**63)}
     for found in run_ranks(program, 2):
@@ -137,10 +137,10 @@ def test_values_of_other_types(value):
         PackedValue.of(value, "it")
 
 
-def letter_of(head, rest=b""):
-    """A letter with a head of one's own."""
-    size = len(head).to_bytes(8, "little")
-    return torch.tensor(list((size + head).ljust(64, b"\0") + rest), dtype=torch.uint8)
+def make_message(header, rest=b""):
+    """An encoded value with the given header."""
+    size = len(header).to_bytes(8, "little")
+    return torch.tensor(list((size + header).ljust(64, b"\0") + rest), dtype=torch.uint8)
 
 
 WRONG_PLANS = [
@@ -166,19 +166,19 @@ def test_malformed_messages(prefetch):
     encode = msgspec.msgpack.encode
     wrong = [
         torch.zeros(3, dtype=torch.uint8),
-        letter_of(b"\xc1"),
-        letter_of(encode({"a": 1})),
-        letter_of(encode([["plain", 1], [[99, [1], False, 0]]])),
-        letter_of(encode([["tensor", 0], [[0, [1000], False, 0]]])),
-        letter_of(encode([["tensor", 0], [[0, [0, 2**63], False, 0]]])),
+        make_message(b"\xc1"),
+        make_message(encode({"a": 1})),
+        make_message(encode([["plain", 1], [[99, [1], False, 0]]])),
+        make_message(encode([["tensor", 0], [[0, [1000], False, 0]]])),
+        make_message(encode([["tensor", 0], [[0, [0, 2**63], False, 0]]])),
         torch.full((8,), 255, dtype=torch.uint8),
-        *(letter_of(encode([plan, [[0, [1], False, 0]]]), bytes(64)) for plan in WRONG_PLANS),
+        *(make_message(encode([plan, [[0, [1], False, 0]]]), bytes(64)) for plan in WRONG_PLANS),
     ]
 
     def program(group):
-        for tag, letter in enumerate(wrong):
+        for tag, message in enumerate(wrong):
             if group.rank == 0:
-                send(letter, 1, tag=tag, group=group)
+                send(message, 1, tag=tag, group=group)
                 continue
             with pytest.raises(
                 ProtocolError, match=r"rank 0 of group .* sent a message that is not a pipeline value"
@@ -195,9 +195,9 @@ def test_a_missing_out_of_band_tensor(prefetch):
 
     def program(group):
         if group.rank == 0:
-            parcel = PackedValue.of(torch.ones(300 * KIB), "it")
-            letter = torch.frombuffer(encode_value(parcel, "it")[0], dtype=torch.uint8)
-            for request in start_tensor_send(letter, 1, tag=0, group=group):
+            packed = PackedValue.of(torch.ones(300 * KIB), "it")
+            message = torch.frombuffer(encode_value(packed, "it")[0], dtype=torch.uint8)
+            for request in start_tensor_send(message, 1, tag=0, group=group):
                 request.wait(10)
             group.barrier()
             return
@@ -230,8 +230,8 @@ def test_cancelled_out_of_band_receives_take_nothing():
     def program(group):
         tensor = torch.ones(300 * KIB)
         if group.rank == 0:
-            parcel = PackedValue.of(tensor, "it")
-            start_tensor_send(torch.frombuffer(encode_value(parcel, "it")[0], dtype=torch.uint8), 1, tag=0, group=group)
+            packed = PackedValue.of(tensor, "it")
+            start_tensor_send(torch.frombuffer(encode_value(packed, "it")[0], dtype=torch.uint8), 1, tag=0, group=group)
             group.barrier()
             group.barrier()
             send(tensor, 1, tag=0, group=group)
@@ -266,17 +266,17 @@ def test_a_message_that_arrives_during_cancel(monkeypatch, ends):
     """Its decoding starts no out-of-band receive; nor can it if the group was left as well."""
     readers = []
 
-    class Held(runtime.TensorReceive):
+    class Held(schedule_executor.TensorReceive):
         def add_done_callback(self, callback):
             readers.append(callback)
 
-    monkeypatch.setattr(runtime, "TensorReceive", Held)
+    monkeypatch.setattr(schedule_executor, "TensorReceive", Held)
 
     def program(group):
         own = SubBackend(group, [0, 1])
         if group.rank == 0:
-            parcel = PackedValue.of(torch.ones(300 * KIB), "it")
-            start_tensor_send(torch.frombuffer(encode_value(parcel, "it")[0], dtype=torch.uint8), 1, tag=0, group=own)
+            packed = PackedValue.of(torch.ones(300 * KIB), "it")
+            start_tensor_send(torch.frombuffer(encode_value(packed, "it")[0], dtype=torch.uint8), 1, tag=0, group=own)
             group.barrier()
             return
         pending = PendingRecv(0, 0, own, prefetch=True)
@@ -299,13 +299,13 @@ def test_a_message_that_arrives_during_cancel(monkeypatch, ends):
 def test_a_group_that_fails_during_decoding(monkeypatch, prefetch):
     """The error is the group's failure, not a malformed message."""
 
-    class Failing(runtime.TensorReceive):
+    class Failing(schedule_executor.TensorReceive):
         def __init__(self, group, *args, shape, dtype):
-            if shape is not None:  # of what comes apart from the letter
+            if shape is not None:  # of an out-of-band tensor
                 group.abort(PipelineError("stage 3 has failed"))
             super().__init__(group, *args, shape=shape, dtype=dtype)
 
-    monkeypatch.setattr(runtime, "TensorReceive", Failing)
+    monkeypatch.setattr(schedule_executor, "TensorReceive", Failing)
 
     def program(group):
         group = SubBackend(group, [0, 1])

@@ -25,15 +25,12 @@ from ferrodist.errors import (
 from ferrodist.testing.conformance.backend.harness import (
     LARGE,
     TIMEOUT,
+    WAITS,
     await_ranks,
     check_bytes,
     error_key,
     error_of,
-    in_barrier,
     in_recv,
-    in_recv_of_any,
-    in_send,
-    in_wait,
     let_others_block,
     make_counter,
     make_number,
@@ -55,13 +52,8 @@ _DETECTION_SECONDS = 1.0  # seconds within which a rank must detect that another
 _CLOSE_SECONDS = 0.5  # the timeout of a close while other ranks stay: rank 0 of a star goes on serving them that long
 
 
-@rank_check(
-    make_counter,
-    cases=lambda world_size: product((0, world_size - 1), (in_recv, in_recv_of_any, in_wait, in_send, in_barrier)),
-)
-def an_abort_wakes_every_rank(
-    group: Backend, ready: Semaphore, aborter: int, wait: Callable[[Backend, int], None]
-) -> None:
+@rank_check(make_counter, cases=lambda world_size: product((0, world_size - 1), WAITS))
+def an_abort_wakes_every_rank(group: Backend, ready: Semaphore, aborter: int, call: str) -> None:
     """`abort` makes every rank that waits in a call raise `GroupAbortedError` with the aborting rank and the reason."""
     if group.rank == aborter:
         await_ranks(ready, group.world_size - 1)
@@ -70,8 +62,8 @@ def an_abort_wakes_every_rank(
         group.abort("the reason given")
     else:
         ready.release()
-        peer, what = aborter, f"{wait.__name__.removeprefix('in_')}, when rank {aborter} aborts,"
-    error = error_of(GroupAbortedError, lambda: wait(group, peer), what)
+        peer, what = aborter, f"{call}, when rank {aborter} aborts,"
+    error = error_of(GroupAbortedError, lambda: WAITS[call](group, peer), what)
     assert error.ranks == (aborter,), f"rank {aborter} aborted, rank {group.rank} names {error.ranks}"
     assert "the reason given" in str(error), f"rank {group.rank} does not say why the group was aborted: {error}"
 
@@ -127,10 +119,10 @@ def a_closed_group_says_so(group: Backend, after_failure: bool) -> None:  # noqa
 @rank_check(
     make_counter,
     make_number,
-    cases=lambda world_size: product((0, world_size - 1), (in_recv, in_wait, in_send, in_barrier)),
+    cases=lambda world_size: product((0, world_size - 1), ("recv", "wait", "send", "barrier")),
 )
 def a_rank_that_left_is_named(
-    group: Backend, ready: Semaphore, left_at: Synchronized[float], leaver: int, wait: Callable[[Backend, int], None]
+    group: Backend, ready: Semaphore, left_at: Synchronized[float], leaver: int, call: str
 ) -> None:
     """A rank that waits for one that closes the group gets `PeerLostError` with its rank within a second."""
     if group.rank == leaver:
@@ -140,12 +132,12 @@ def a_rank_that_left_is_named(
         group.close(timeout=_CLOSE_SECONDS)
         return
     ready.release()
-    what = f"{wait.__name__.removeprefix('in_')}, when rank {leaver} leaves,"
-    error = error_of(PeerLostError, lambda: wait(group, leaver), what)
+    what = f"{call}, when rank {leaver} leaves,"
+    error = error_of(PeerLostError, lambda: WAITS[call](group, leaver), what)
     elapsed = time.monotonic() - left_at.value
     assert elapsed < _DETECTION_SECONDS, f"{what} took {elapsed:.2f} s to see it"
     assert error.ranks == (leaver,), f"{what} names {error.ranks}: {error}"
-    again = error_of(PeerLostError, lambda: wait(group, leaver), f"a second {what}")
+    again = error_of(PeerLostError, lambda: WAITS[call](group, leaver), f"a second {what}")
     assert again.ranks == (leaver,), f"a second {what} names {again.ranks}: {again}"
 
 

@@ -1,4 +1,4 @@
-"""The harness of the backend checks: how a check runs on ranks, and its assertions.
+"""The harness of the checks: how a suite runs its checks, how a check runs on the ranks of a backend, its assertions.
 
 A check runs a small program on every rank of a fresh group. Ranks may be threads or forked processes, so programs share
 nothing but the group and the events and counters that are created before the run, and no check relies on sleeping.
@@ -7,6 +7,7 @@ nothing but the group and the events and counters that are created before the ru
 from __future__ import annotations
 
 import functools
+import inspect
 import multiprocessing
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from multiprocessing.sharedctypes import Synchronized
     from multiprocessing.synchronize import Event, Semaphore
+    from types import ModuleType
 
     from ferrodist.backends.base import Backend
     from ferrodist.testing.ranks import BackendFactory
@@ -80,6 +82,32 @@ def rank_check(
     return decorate
 
 
+def public_functions(module: ModuleType) -> tuple[Callable[..., None], ...]:
+    """The public functions that a module defines, in order: in modules of checks, the checks."""
+    return tuple(
+        value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    )
+
+
+def run_checks(suite: str, checks: Iterable[tuple[str, Callable[..., object], Callable[[], object]]]) -> None:
+    """Make checks, each a name, a function whose docstring is the rule, and a call; AssertionError lists the failed."""
+    failures: list[tuple[str, Exception]] = []
+    num_checks = 0
+    for name, check, call in checks:
+        num_checks += 1
+        try:
+            call()
+        except (AssertionError, DistributedError, OSError) as error:
+            rule = (inspect.getdoc(check) or "").partition("\n")[0]
+            reason = str(error).partition("\n")[0]
+            failures.append((f"{name}: {rule}\n    {type(error).__name__}: {reason}", error))
+    if failures:
+        listed = "\n".join(f"  {text}" for text, _ in failures)
+        raise AssertionError(f"{suite}: {len(failures)} of {num_checks} checks failed\n{listed}") from failures[0][1]
+
+
 def make_signal() -> Event:
     """An event that one rank sets and others wait for, be they threads or processes forked later."""
     return multiprocessing.get_context("fork").Event()
@@ -106,25 +134,20 @@ def in_recv(group: Backend, peer: int) -> None:
     group.recv(bytearray(1), peer, timeout=TIMEOUT)
 
 
-def in_recv_of_any(group: Backend, _: int) -> None:
-    """Wait in a receive from any rank."""
-    group.recv(bytearray(1), ANY_SOURCE, timeout=TIMEOUT)
-
-
-def in_wait(group: Backend, peer: int) -> None:
-    """Wait for a receive that was started."""
-    group.irecv(bytearray(1), peer).wait(TIMEOUT)
-
-
-def in_send(group: Backend, peer: int) -> None:
+def _in_send(group: Backend, peer: int) -> None:
     """Wait in a send, or in a receive after it where a backend takes any message over."""
     group.send(bytes(LARGE), peer, timeout=TIMEOUT)
     in_recv(group, peer)
 
 
-def in_barrier(group: Backend, _: int) -> None:
-    """Wait in a barrier."""
-    group.barrier(timeout=TIMEOUT)
+WAITS: dict[str, Callable[[Backend, int], object]] = {
+    "recv": in_recv,
+    "recv_of_any": lambda group, _: group.recv(bytearray(1), ANY_SOURCE, timeout=TIMEOUT),
+    "wait": lambda group, peer: group.irecv(bytearray(1), peer).wait(TIMEOUT),
+    "send": _in_send,
+    "barrier": lambda group, _: group.barrier(timeout=TIMEOUT),
+}
+"""Calls that wait for a peer, by name."""
 
 
 def pattern(size: int, seed: int = 0) -> bytes:

@@ -19,12 +19,11 @@ from ferrodist.errors import (
 from ferrodist.testing.conformance.backend.harness import (
     LARGE,
     TIMEOUT,
+    WAITS,
     await_ranks,
     check_bytes,
     error_of,
-    in_barrier,
     in_recv,
-    in_send,
     let_others_block,
     make_counter,
     make_signal,
@@ -34,7 +33,6 @@ from ferrodist.testing.conformance.backend.harness import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from multiprocessing.synchronize import Event, Semaphore
 
 
@@ -155,11 +153,11 @@ def a_subgroup_closes_alone(world: Backend) -> None:
     assert world.failure is None, "closing a sub-group has failed the world"
 
 
-@rank_check(make_counter, min_ranks=3, cases=lambda _: product((in_recv, in_send, in_barrier), (False, True)))
+@rank_check(make_counter, min_ranks=3, cases=lambda _: product(("recv", "send", "barrier"), (False, True)))
 def ranks_are_named_as_their_subgroup_does(
     world: Backend,
     ready: Semaphore,
-    wait: Callable[[Backend, int], object],
+    call: str,
     nested: bool,  # noqa: FBT001
 ) -> None:
     """Errors in a sub-group, nested or not, name ranks as the sub-group numbers them: a peer that left the world, and
@@ -180,7 +178,7 @@ def ranks_are_named_as_their_subgroup_does(
     misfit = error_of(SizeMismatchError, lambda: group.recv(bytearray(1), leaver, tag=1, timeout=TIMEOUT), "recv")
     assert misfit.ranks in ((), (leaver,)), f"{leaver} of {group.name} sent too much, named is {misfit.ranks}"
     ready.release()
-    what = f"{wait.__name__.removeprefix('in_')}, when rank {leaver} of a sub-group leaves the world,"
-    error = error_of(PeerLostError, lambda: wait(group, leaver), what)
+    what = f"{call}, when rank {leaver} of a sub-group leaves the world,"
+    error = error_of(PeerLostError, lambda: WAITS[call](group, leaver), what)
     assert error.ranks == (leaver,), f"{what} names {error.ranks}: {error}"
     assert f"rank {leaver} of group 'inner'" in error.message, f"{what} says: {error}"

@@ -12,8 +12,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ferrodist.testing.conformance.backend import arguments, deadlines, failures, messages, requests, subgroups
-from ferrodist.testing.conformance.runner import public_functions, run_checks
+from ferrodist.testing.conformance.backend import arguments, deadlines, failures, messages, subgroups
+from ferrodist.testing.conformance.backend.harness import public_functions, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ferrodist.testing.conformance.backend.harness import BackendCheck, BackendUnderTest
 
 BACKEND_CHECKS: tuple[BackendCheck, ...] = (
-    *(*public_functions(messages), *public_functions(requests), *public_functions(deadlines)),
-    *(*public_functions(arguments), *public_functions(failures), *public_functions(subgroups)),
+    *(*public_functions(messages), *public_functions(deadlines), *public_functions(arguments)),
+    *(*public_functions(failures), *public_functions(subgroups)),
 )
 """All checks. Each takes a factory or a runner, and a world size, and raises when its rule is broken."""
 

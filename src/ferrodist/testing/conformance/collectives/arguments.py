@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
 
     Call = Callable[[], object]
+    _Case = tuple[type[Exception], str, Call]
 
 
 def _check_refused(group: Backend, kind: type[Exception], what: str, call: Call) -> str:
@@ -28,6 +29,11 @@ def _check_refused(group: Backend, kind: type[Exception], what: str, call: Call)
     total = fd.allreduce(torch.ones(2))
     check_bits(total, torch.full((2,), float(group.world_size)), f"an allreduce right after {what}")
     return said
+
+
+def _check_all_refused(group: Backend, cases: list[_Case]) -> None:
+    for kind, what, call in cases:
+        _check_refused(group, kind, what, call)
 
 
 def undefined_reductions_are_refused(group: Backend) -> None:
@@ -47,10 +53,8 @@ def undefined_reductions_are_refused(group: Backend) -> None:
         assert not said or f"{op} of {dtype} is not defined" in said, f"the refusal of {op} of {dtype} says {said!r}"
 
 
-_OF_ONE_TENSOR = (
-    *("allreduce", "async_allreduce", "reduce", "broadcast", "async_broadcast", "all_gather", "async_all_gather"),
-    *("all_gather_uneven", "gather", "reduce_scatter", "async_reduce_scatter"),
-)
+def _functions(*names: str) -> dict[str, Callable[..., object]]:
+    return {name: getattr(fd, name) for name in names}
 
 
 def tensors_that_cannot_travel_are_refused(group: Backend) -> None:
@@ -64,7 +68,9 @@ def tensors_that_cannot_travel_are_refused(group: Backend) -> None:
         torch.zeros(2, 2).to_sparse(),
         torch.zeros(2, device="meta"),
     ]
-    calls: dict[str, Callable[[Any], object]] = {name: getattr(fd, name) for name in _OF_ONE_TENSOR} | {
+    calls = {
+        **_functions("allreduce", "reduce", "broadcast", "all_gather", "all_gather_uneven", "gather", "reduce_scatter"),
+        **_functions("async_allreduce", "async_broadcast", "async_all_gather", "async_reduce_scatter"),
         "scatter": lambda tensor: fd.scatter(tensor, group.rank),
         "all_to_all": lambda tensor: fd.all_to_all([tensor] * p),
         "async_all_to_all": lambda tensor: fd.async_all_to_all([tensor] * p),
@@ -86,7 +92,7 @@ def wrong_results_are_refused(group: Backend) -> None:
     """``out=`` must have the result's shape and dtype, memory of its own, and nothing to do with autograd."""
     tensor, p = torch.zeros(4, 3), group.world_size
     graded, overlapping = torch.zeros(4, 3, requires_grad=True), torch.zeros(6).as_strided((4, 3), (1, 1))
-    cases: list[tuple[type[Exception], str, Call]] = [
+    cases: list[_Case] = [
         (ValueError, "another shape", lambda: fd.allreduce(tensor, out=torch.zeros(3, 4))),
         (ValueError, "another shape", lambda: fd.async_allreduce(tensor, out=torch.zeros(12))),
         (ValueError, "another shape", lambda: fd.all_gather(tensor, out=torch.zeros(4 * p + 1, 3))),
@@ -102,13 +108,13 @@ def wrong_results_are_refused(group: Backend) -> None:
     if p > 1:
         cases.append((ValueError, "out of a rank that gets nothing", lambda: fd.reduce(tensor, 0, out=tensor)))
         cases.append((ValueError, "out of a rank that gets nothing", lambda: fd.gather(tensor, 0, out=tensor)))
-    for kind, what, call in (*cases, *_wrong_results_of_movement(group)):
-        _check_refused(group, kind, f"out=: {what}", call)
+    cases += _wrong_results_of_movement(group)
+    _check_all_refused(group, [(kind, f"out=: {what}", call) for kind, what, call in cases])
     with torch.no_grad():
         fd.allreduce(graded, out=graded)
 
 
-def _wrong_results_of_movement(group: Backend) -> list[tuple[type[Exception], str, Call]]:
+def _wrong_results_of_movement(group: Backend) -> list[_Case]:
     """Calls of gathers, scatters and exchanges with a wrong ``out`` on one rank, which must not send anything."""
     p, rank = group.world_size, group.rank
     whole, counts = torch.zeros(4 * p, 3), [4] * p
@@ -123,7 +129,7 @@ def _wrong_results_of_movement(group: Backend) -> list[tuple[type[Exception], st
         "all_to_all_single_uneven": lambda out: fd.all_to_all_single_uneven(whole, counts, counts, out=out),
         "scatter": lambda out: fd.scatter(torch.zeros(4 * p * p, 3), rank, out=out),
     }
-    cases: list[tuple[type[Exception], str, Call]] = []
+    cases: list[_Case] = []
     wrong: list[tuple[type[Exception], str, Any]] = [
         (TypeError, "another dtype", doubles),
         (TypeError, "what is no tensor", [whole]),
@@ -197,29 +203,18 @@ def wrong_places_are_refused(group: Backend) -> None:
     """Roots outside the group, dims that a tensor doesn't have, and objects that are not groups are refused."""
     p = group.world_size
     tensor, number = torch.zeros(4, 3), torch.tensor(1.0)
-    cases: list[tuple[type[Exception], str, Call]] = []
-    rooted: dict[str, Callable[..., object]] = {
-        "reduce to": fd.reduce,
-        "broadcast from": fd.broadcast,
-        "gather to": fd.gather,
-        "scatter from": fd.scatter,
-    }
+    cases: list[_Case] = []
+    rooted = _functions("reduce", "broadcast", "gather", "scatter")
     for root in (p, -1, cast("int", True), cast("int", 0.0), cast("int", "0")):
         refused = fd.InvalidRankError
-        cases += [(refused, f"{name} {root!r}", partial(call, tensor, root)) for name, call in rooted.items()]
-        cases.append((refused, f"broadcast_object {root!r}", partial(fd.broadcast_object, 1, root)))
-    along: dict[str, Callable[..., object]] = {
-        "all_gather": fd.all_gather,
-        "gather": fd.gather,
-        "scatter": partial(fd.scatter, src=group.rank),
-        "all_gather_uneven": fd.all_gather_uneven,
-        "reduce_scatter": fd.reduce_scatter,
-    }
-    for name, call in along.items():
-        wrong_dims: list[Any] = [2, -3, 0.5, "0", None]
-        for dim in wrong_dims[: 5 if name in {"all_gather", "gather", "scatter"} else 2]:
-            kind: type[Exception] = IndexError if isinstance(dim, int) else TypeError
-            cases.append((kind, f"{name} along {dim!r}", partial(call, tensor, dim=dim)))
+        cases += [(refused, f"{name} with root {root!r}", partial(call, tensor, root)) for name, call in rooted.items()]
+        cases.append((refused, f"broadcast_object from {root!r}", partial(fd.broadcast_object, 1, root)))
+    along = _functions("all_gather", "all_gather_uneven", "gather", "reduce_scatter")
+    along["scatter"] = partial(fd.scatter, src=group.rank)
+    wrong_dims: list[Any] = [2, -3, 0.5, "0", None]
+    for dim in wrong_dims:
+        kind: type[Exception] = IndexError if isinstance(dim, int) else TypeError
+        cases += [(kind, f"{name} along {dim!r}", partial(call, tensor, dim=dim)) for name, call in along.items()]
     for dim in (12, -13, 2**40, -(2**40)):
         for src in range(p):
             scatter = partial(fd.scatter, tensor if src == group.rank else None, src, dim=dim)
@@ -233,8 +228,7 @@ def wrong_places_are_refused(group: Backend) -> None:
     ]
     if p > 1:
         cases.append((ValueError, "scatter of another rank's tensor", lambda: fd.scatter(tensor, 0)))
-    for kind, what, call in cases:
-        _check_refused(group, kind, what, call)
+    _check_all_refused(group, cases)
 
 
 def wrong_exchanges_are_refused(group: Backend) -> None:
@@ -244,7 +238,7 @@ def wrong_exchanges_are_refused(group: Backend) -> None:
     unlike = [torch.zeros(2)] * p
     unlike[-1] = torch.zeros(2, dtype=torch.float64) if p > 1 else torch.zeros(2, dtype=torch.uint32)
     ones = [1] * p
-    cases: list[tuple[type[Exception], str, Call]] = [
+    cases: list[_Case] = [
         (ValueError, "too few tensors", lambda: fd.all_to_all([torch.zeros(2)] * (p - 1))),
         (ValueError, "too many tensors", lambda: fd.all_to_all([torch.zeros(2)] * (p + 1))),
         ((TypeError if p == 1 else ValueError), "tensors of several dtypes", lambda: fd.all_to_all(unlike)),
@@ -256,15 +250,14 @@ def wrong_exchanges_are_refused(group: Backend) -> None:
         cases.append((ValueError, "rows that can't be shared", lambda: fd.all_to_all(torch.zeros(p + 1))))
         receive = [2 if rank == group.rank else 1 for rank in range(p)]
         cases.append((ValueError, "other rows for itself", lambda: fd.all_to_all_single_uneven(tensor, ones, receive)))
-    for kind, what, call in cases:
-        _check_refused(group, kind, what, call)
+    _check_all_refused(group, cases)
 
 
 def wrong_numbers_are_refused(group: Backend) -> None:
     """Factors, timeouts and tags are checked when they are given."""
     tensor = torch.zeros(2)
     peer = 0 if group.rank else group.world_size - 1
-    cases: list[tuple[type[Exception], str, Call]] = [
+    cases: list[_Case] = [
         (TypeError, "a factor that is complex", lambda: fd.premultiplied_sum(cast("float", 1j))),
         (TypeError, "a factor that is a bool", lambda: fd.premultiplied_sum(factor=True)),
         (ValueError, "an infinite factor", lambda: fd.premultiplied_sum(float("inf"))),
@@ -290,8 +283,7 @@ def wrong_numbers_are_refused(group: Backend) -> None:
             (TypeError, "recv of an unknown dtype", lambda: fd.recv((2,), torch.uint16, peer)),
         ]
     cases.append((ValueError, "a scatter of 13 dims", lambda: fd.scatter(torch.zeros([1] * 13), group.rank)))
-    for kind, what, call in cases:
-        _check_refused(group, kind, what, call)
+    _check_all_refused(group, cases)
 
 
 def objects_that_cannot_travel_are_refused(group: Backend) -> None:

@@ -22,16 +22,21 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
 
 
-def _move(group: Backend, dtype: torch.dtype, count: int, root: int) -> None:
-    """Do each collective once with ``count`` elements of ``dtype`` a rank."""
+def _move_with_root(group: Backend, dtype: torch.dtype, count: int, root: int) -> None:
+    """Do each collective that has a root once with ``count`` elements of ``dtype`` a rank, and an all_gather."""
     inputs = rank_inputs(group, dtype, count, seed=count)
     mine, joined = inputs[group.rank], torch.cat(inputs)
     what = f"of {count} {dtype}, root {root}"
     check_bits(fd.broadcast(mine, root), inputs[root], f"broadcast {what}")
     check_bits(fd.all_gather(mine), joined, f"all_gather {what}")
     check_gathered(group, root, fd.gather(mine, root), joined, f"gather {what}")
-    part = fd.scatter(joined if group.rank == root else None, root)
-    check_bits(part, mine, f"scatter {what}")
+    check_bits(fd.scatter(joined if group.rank == root else None, root), mine, f"scatter {what}")
+
+
+def _move(group: Backend, dtype: torch.dtype, count: int, root: int) -> None:
+    """Do each collective once with ``count`` elements of ``dtype`` a rank."""
+    _move_with_root(group, dtype, count, root)
+    what = f"of {count} {dtype}"
     sent = [
         [elements(dtype, count, src, seed=dst) for dst in range(group.world_size)] for src in range(group.world_size)
     ]
@@ -59,12 +64,7 @@ def movement_from_every_root(group: Backend) -> None:
     """Each rank may be the root, for every algorithm a broadcast may choose."""
     for root in range(group.world_size):
         for count in (7, 500, ONE_STEP_BYTES // 4 + 3):
-            inputs = rank_inputs(group, torch.float32, count, seed=root)
-            check_bits(fd.broadcast(inputs[group.rank], root), inputs[root], f"broadcast of {count} from {root}")
-            gathered = fd.gather(inputs[group.rank], root)
-            check_gathered(group, root, gathered, torch.cat(inputs), f"gather of {count} to {root}")
-            part = fd.scatter(torch.cat(inputs) if group.rank == root else None, root)
-            check_bits(part, inputs[group.rank], f"scatter of {count} from {root}")
+            _move_with_root(group, torch.float32, count, root)
 
 
 def movement_of_large_tensors(group: Backend) -> None:

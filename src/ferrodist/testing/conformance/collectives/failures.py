@@ -65,7 +65,7 @@ def _check_agreement(world: Backend, error: fd.DistributedError, what: str) -> N
         assert said == [name, message, list(ranks)], f"{what}: rank {world.rank} raised {error!r}, rank {rank} {said}"
 
 
-def make_mismatch_check(name: str) -> CollectiveCheck:
+def _mismatch_check(name: str) -> CollectiveCheck:
     """A check in which one rank calls another collective than ``name``, for every other collective."""
 
     def check(world: Backend) -> None:
@@ -91,6 +91,9 @@ def make_mismatch_check(name: str) -> CollectiveCheck:
     check.__name__ = check.__qualname__ = f"mismatches_of_{name}"
     check.__doc__ = f"When a rank calls another collective than {name}, all ranks raise an error with both names."
     return check
+
+
+MISMATCH_CHECKS = tuple(map(_mismatch_check, COLLECTIVES))
 
 
 def _coalesced(*counts: int, group: Backend) -> None:

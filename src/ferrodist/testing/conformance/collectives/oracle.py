@@ -39,22 +39,18 @@ _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 _SPECIAL_VALUES = (0.0, -0.0, float("nan"), float("inf"), float("-inf"), 1.0)
 
 
-def is_defined(dtype: torch.dtype, op: Op) -> bool:
-    """Return whether ``op`` is defined for ``dtype``."""
-    if dtype in (*_INTEGERS, torch.bool):
-        return op is not ReduceOp.MEAN and not isinstance(op, PremultipliedSum)
-    return op not in (_BITWISE if dtype not in _PARTS else (*_BITWISE, *_ORDERED))
-
-
 def defined_reductions(dtype: torch.dtype, factor: float = 0.75) -> list[Op]:
-    """The operations that are defined for ``dtype``."""
-    return [op for op in (*ReduceOp, PremultipliedSum(factor)) if is_defined(dtype, op)]
+    """The operations that are defined for ``dtype``, with ``factor`` for the premultiplied sum."""
+    if dtype in (*_INTEGERS, torch.bool):
+        return [op for op in ReduceOp if op is not ReduceOp.MEAN]
+    undefined = _BITWISE if dtype not in _PARTS else (*_BITWISE, *_ORDERED)
+    return [*(op for op in ReduceOp if op not in undefined), PremultipliedSum(factor)]
 
 
 def undefined_reductions() -> Iterable[tuple[torch.dtype, Op]]:
     """The pairs that must raise TypeError."""
     every = (*ReduceOp, PremultipliedSum(0.75))
-    return [(dtype, op) for dtype in DTYPES for op in every if not is_defined(dtype, op)]
+    return [(dtype, op) for dtype in DTYPES for op in every if op not in defined_reductions(dtype)]
 
 
 def elements(dtype: torch.dtype, count: int, rank: int, seed: int = 0) -> torch.Tensor:
@@ -103,7 +99,7 @@ def expected_fold(op: Op, inputs: Sequence[torch.Tensor], factors: Sequence[floa
 
 
 def _step(op: Op, dtype: torch.dtype) -> Callable[[Array, Array], Array]:
-    """The function of what has been folded so far, and the next rank's elements."""
+    """One step of a fold: a function of the result so far and the next rank's elements."""
     if isinstance(op, PremultipliedSum):
         return np.add
     if dtype is torch.bool and op is not ReduceOp.BXOR:
@@ -280,27 +276,16 @@ def rank_factor(rank: int) -> float:
 
 
 def check_fold(
-    group: Backend,
-    actual: torch.Tensor,
-    op: Op,
-    inputs: Sequence[torch.Tensor],
-    what: str,
-    *,
-    start: int = 0,
-    root: int | None = None,
+    group: Backend, actual: torch.Tensor, op: Op, inputs: Sequence[torch.Tensor], what: str, *, root: int | None = None
 ) -> None:
-    """Assert that ``actual`` is the fold of ``inputs`` from element ``start`` on, bit for bit.
-
-    With ``root`` other ranks have an empty tensor.
-    """
+    """Assert that ``actual`` is the fold of ``inputs``, bit for bit. With ``root`` other ranks have an empty tensor."""
     dtype = str(actual.dtype).removeprefix("torch.")
     what = f"{what} of {inputs[0].numel()} {dtype} with {op}, rank {group.rank} of {group.world_size}"
     if root not in (None, group.rank):
         assert actual.shape == (0,), f"{what}, not its root {root}: shape {tuple(actual.shape)}"
         return
     factors = [rank_factor(rank) for rank in range(group.world_size)]
-    pieces = [tensor[start : start + actual.numel()] for tensor in inputs]
-    check_bits(actual.reshape(-1), expected_fold(op, pieces, factors), what)
+    check_bits(actual.reshape(-1), expected_fold(op, inputs, factors), what)
 
 
 def check_gathered(group: Backend, root: int, actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
@@ -311,9 +296,10 @@ def check_gathered(group: Backend, root: int, actual: torch.Tensor, expected: to
         assert actual.shape == (0,), f"{what}: rank {group.rank} got shape {tuple(actual.shape)}"
 
 
-def shard_start(group: Backend, count: int) -> int:
-    """The first of this rank's elements, of ``count`` that are divided over the ranks."""
-    return sum(fd.compute_shard_sizes(count, group.world_size)[: group.rank])
+def own_shards(group: Backend, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's shard of each of the tensors."""
+    sizes = fd.compute_shard_sizes(len(inputs[0]), group.world_size)
+    return [tensor.split_with_sizes(sizes)[group.rank] for tensor in inputs]
 
 
 def duplicate_group(group: Backend) -> Backend:

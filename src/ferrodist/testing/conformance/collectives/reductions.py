@@ -16,10 +16,10 @@ from ferrodist.testing.conformance.collectives.oracle import (
     check_gathered,
     counts_around_thresholds,
     defined_reductions,
+    own_shards,
     rank_factor,
     rank_inputs,
     raw_bytes,
-    shard_start,
 )
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def reduce_scatter_of_every_dtype_and_operation(group: Backend) -> None:
     for dtype, op in _every_reduction(group):
         for count in (5, 203):
             inputs = rank_inputs(group, dtype, count, seed=count)
-            start = shard_start(group, count)
-            check_fold(group, fd.reduce_scatter(inputs[group.rank], op), op, inputs, "reduce_scatter", start=start)
+            scattered = fd.reduce_scatter(inputs[group.rank], op)
+            check_fold(group, scattered, op, own_shards(group, inputs), "reduce_scatter")
 
 
 def reductions_of_every_size(group: Backend) -> None:
@@ -69,8 +69,7 @@ def reductions_of_every_size(group: Backend) -> None:
             inputs = rank_inputs(group, dtype, count, seed=count)
             mine = inputs[group.rank]
             check_fold(group, fd.allreduce(mine, op), op, inputs, "allreduce")
-            start = shard_start(group, count)
-            check_fold(group, fd.reduce_scatter(mine, op), op, inputs, "reduce_scatter", start=start)
+            check_fold(group, fd.reduce_scatter(mine, op), op, own_shards(group, inputs), "reduce_scatter")
             root = count % group.world_size
             check_fold(group, fd.reduce(mine, root, op), op, inputs, "reduce", root=root)
 
@@ -88,7 +87,7 @@ def reductions_of_several_segments(group: Backend) -> None:
     for rank in range(1, group.world_size):
         expected += input_of(rank)
     mine = input_of(group.rank)
-    shard = expected.split_with_sizes(fd.compute_shard_sizes(count, group.world_size))[group.rank]
+    [shard] = own_shards(group, [expected])
     check_bits(fd.reduce_scatter(mine), shard, "a reduce_scatter of several segments")
     root = group.world_size - 1
     check_gathered(group, root, fd.reduce(mine, root), expected, "a reduce of several segments")

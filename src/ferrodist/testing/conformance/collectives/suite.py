@@ -14,8 +14,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ferrodist.testing.conformance.backend.harness import public_functions, run_checks
 from ferrodist.testing.conformance.collectives import arguments, calling, data_movement, failures, p2p, reductions
-from ferrodist.testing.conformance.runner import public_functions, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 COLLECTIVE_CHECKS: tuple[CollectiveCheck, ...] = (
     *(*public_functions(reductions), *public_functions(data_movement), *public_functions(calling)),
     *(*public_functions(p2p), *public_functions(arguments)),
-    *(*map(failures.make_mismatch_check, failures.COLLECTIVES), *public_functions(failures)),
+    *(*failures.MISMATCH_CHECKS, *public_functions(failures)),
 )
 """All checks. Each takes the group of a rank, which is also the default group, and runs on every rank of a fresh group
 of any size; it raises when its rule is broken. On one rank the checks test little, but must pass too."""

@@ -1,4 +1,6 @@
-"""Execution of a schedule on one rank, and the transfer of values between stages.
+"""Execution of a schedule's actions on one rank, and the transfer of values between stages.
+
+`schedule/build.py` makes the actions, and `schedule/lowering.py` adds those that send and receive:
 
     RF2.5 starts a receive    F2.5 waits for it, calls stage 2, and stores the output     SF2.5 sends the output
     RB2.5 starts a receive    B2.5 waits for it, runs backward, and stores the gradients  SB2.5 sends the gradients
@@ -147,7 +149,7 @@ class StepInputs(NamedTuple):
 _NO_INPUTS = StepInputs([], lambda *_: [], {})
 
 
-class Executor:
+class ScheduleExecutor:
     """Execute a rank's actions."""
 
     def __init__(
@@ -160,13 +162,13 @@ class Executor:
         # Farthest first: in one process the gradients of a value of several stages come from the last of them first.
         farthest_first = sorted(edges, key=lambda edge: -edge.target)
         self._outgoing = {stage: [edge for edge in farthest_first if edge.source == stage] for stage in stages}
-        self._outputs: dict[_TransferKey, PackedValue] = {}  # to be sent, or used by another stage of this rank
+        self._packed_values: dict[_TransferKey, PackedValue] = {}  # until they are sent or used on this rank
         self._pending_recvs: dict[_TransferKey, PendingRecv] = {}
         self._large_transfers: set[tuple[Edge, bool]] = set()  # directions whose last value had out-of-band tensors
         self._sends: list[Request] = []
         self._inputs = _NO_INPUTS
         self.current_action: Action | None = None  # the last action that was started
-        self.outputs: Outputs | None = None  # outputs of a forward that waits for its backward
+        self.outputs_for_backward: Outputs | None = None  # of a forward that waits for its backward
         self.peak_in_flight = 0  # largest number of microbatches between forward and backward, in all stages together
 
     def run(self, actions: Iterable[Action], inputs: StepInputs, group: Backend, timeout: float) -> None:
@@ -184,7 +186,7 @@ class Executor:
     def reset(self) -> None:
         """Cancel everything under way."""
         self.current_action = None
-        self.outputs = None
+        self.outputs_for_backward = None
         self._inputs = _NO_INPUTS
         for pending in self._pending_recvs.values():
             pending.cancel()
@@ -192,7 +194,7 @@ class Executor:
             request.cancel()
         self._pending_recvs.clear()
         self._sends.clear()
-        self._outputs.clear()
+        self._packed_values.clear()
         for stage in self._stages.values():
             stage.reset()
 
@@ -267,8 +269,8 @@ class Executor:
 
     def _receive(self, key: _TransferKey) -> PackedValue:
         """Return the value of another stage, waiting for it if that is on another rank."""
-        if key in self._outputs:
-            return self._outputs.pop(key)
+        if key in self._packed_values:
+            return self._packed_values.pop(key)
         if key not in self._pending_recvs:
             self._start_recv(key)
         try:
@@ -291,13 +293,13 @@ class Executor:
 
     def _store(self, key: _TransferKey, packed: PackedValue) -> None:
         """Store a value until the schedule sends it, or another stage of this rank uses it; send skips at once."""
-        self._outputs[key] = packed
+        self._packed_values[key] = packed
         if key.edge.name != MAIN and self._dest_rank(key) != self._group.rank:
             self._send(key)
 
     def _send(self, key: _TransferKey) -> None:
         self._sends = [request for request in self._sends if not request.done()]
-        self._sends += send_value(self._outputs.pop(key), self._dest_rank(key), self._tag(key), self._group)
+        self._sends += send_value(self._packed_values.pop(key), self._dest_rank(key), self._tag(key), self._group)
 
     def _start_recv(self, key: _TransferKey) -> None:
         prefetch = (key.edge, key.is_gradient) in self._large_transfers

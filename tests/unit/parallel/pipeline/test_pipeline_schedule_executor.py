@@ -5,24 +5,24 @@ import torch
 from torch import nn
 
 from ferrodist.errors import DistributedTimeoutError
-from ferrodist.parallel.pipeline import runtime
-from ferrodist.parallel.pipeline.runtime import Executor, StepInputs
+from ferrodist.parallel.pipeline import schedule_executor
 from ferrodist.parallel.pipeline.schedule.ir import Action
+from ferrodist.parallel.pipeline.schedule_executor import ScheduleExecutor, StepInputs
 from ferrodist.parallel.pipeline.stage import Stage, find_edges
 from ferrodist.testing import run_ranks
 
 LARGE, SMALL = torch.arange(100_000.0), torch.ones(3)
-"""What comes apart from its letter, and what comes in it."""
+"""A tensor that travels out-of-band, and one in-band."""
 
 
 def make(group):
     """An executor of one of two stages that pass on what they are given."""
-    return Executor({group.rank: Stage(nn.Identity(), 0)}, [0, 1], find_edges(2, {}), 8)
+    return ScheduleExecutor({group.rank: Stage(nn.Identity(), 0)}, [0, 1], find_edges(2, {}), 8)
 
 
 @torch.no_grad()
 def run(own, text, group, inputs=(), timeout=5):
-    """Do the actions of a text; gives what the last stage returned for each microbatch."""
+    """Run the actions of a text; returns the last stage's result for each microbatch."""
     taken = {}
 
     def take(microbatch, value):
@@ -67,12 +67,12 @@ def test_large_values_are_prefetched(monkeypatch):
     """If the last value on an edge was large; small ones arrive anyway."""
     begun = []
 
-    class Noted(runtime.PendingRecv):
+    class Noted(schedule_executor.PendingRecv):
         def __init__(self, *args, prefetch, **more):
             begun.append(prefetch)
             super().__init__(*args, prefetch=prefetch, **more)
 
-    monkeypatch.setattr(runtime, "PendingRecv", Noted)
+    monkeypatch.setattr(schedule_executor, "PendingRecv", Noted)
 
     def program(group):
         sent = [SMALL, LARGE, LARGE, SMALL, SMALL]
