@@ -6,7 +6,7 @@
 // chunk j of every segment: it folds the chunks of its host's ranks, which are in shared memory, onto the partial
 // result of rank j of the previous host, and sends that on to rank j of the next host. The last host has the result,
 // which returns along the chain, and through shared memory to the ranks of each host. Each host sends at most two
-// tensors, one in each direction, for any L; if each rank sends to each (`fold_in_parts`), it sends L * (p - L) / p of
+// tensors, one in each direction, for any L; if each rank sends to each (`fold_in_chunks`), it sends L * (p - L) / p of
 // them twice. Segments are pipelined through the chain, so that all of it works at the same time.
 //
 // Partial results in the chain are not rounded: small floats, which are folded in float32, do not use it.
