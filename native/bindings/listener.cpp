@@ -133,7 +133,7 @@ private:
             if (!is_closed_) post(slot);
         } else if (!has_ended_) {
             has_ended_ = true;
-            end_info_.emplace(static_cast<int>(receive.outcome), receive.peer, receive.size_sent, receive.reason);
+            end_info_.emplace(static_cast<int>(receive.outcome), receive.peer, receive.message_size, receive.reason);
         }
     }
 

@@ -112,8 +112,8 @@ std::shared_ptr<P2PEngine> make_engine(const P2PEngine::Settings& settings, int 
 }
 
 // The outcome of a transfer, for Python: see `NativeBackend`.
-nb::object outcome_tuple(const Transfer& transfer, std::size_t size_sent) {
-    return nb::make_tuple(static_cast<int>(transfer.outcome), transfer.peer, size_sent, transfer.reason);
+nb::object outcome_tuple(const Transfer& transfer, std::size_t message_size) {
+    return nb::make_tuple(static_cast<int>(transfer.outcome), transfer.peer, message_size, transfer.reason);
 }
 
 nb::object fast_send(P2PEngine& self, nb::handle data, nb::handle dst, nb::handle tag, nb::handle timeout) {
@@ -155,11 +155,14 @@ nb::object fast_recv(P2PEngine& self, nb::handle into, nb::handle src, nb::handl
     if (!receive.has_ended.load()) await(self, receive, *limit);
     self.dispatch_events();
     if (receive.outcome == Outcome::done) return nb::steal(PyLong_FromLong(receive.peer));
-    return outcome_tuple(receive, receive.size_sent);
+    return outcome_tuple(receive, receive.message_size);
 }
 
+enum class Kind { send, receive, receive_shorter };
+
 nb::object start(const std::shared_ptr<P2PEngine>& self, nb::handle data, int peer, std::uint64_t group,
-                 std::uint64_t number, bool is_send) {
+                 std::uint64_t number, Kind kind) {
+    const bool is_send = kind == Kind::send;
     auto* request = new Request(self);
     nb::object object = nb::cast(request, nb::rv_policy::take_ownership);
     if (!request->buffer.open(data, !is_send)) throw nb::type_error("no contiguous buffer");
@@ -168,7 +171,8 @@ nb::object start(const std::shared_ptr<P2PEngine>& self, nb::handle data, int pe
     if (is_send)
         request->send.emplace(request->buffer.data(), request->buffer.size(), peer, tag);
     else
-        request->receive.emplace(request->buffer.data(), request->buffer.size(), peer, tag);
+        request->receive.emplace(request->buffer.data(), request->buffer.size(), peer, tag).accepts_shorter =
+            kind == Kind::receive_shorter;
     request->transfer().owner = static_cast<CompletionListener*>(request);
     request->transfer().is_watched = true;
     Py_INCREF(request->self);
@@ -231,7 +235,7 @@ void bind_p2p(nb::module_& m) {
         .def("add_done_callback", &add_callback, "callback"_a)
         .def(
             "outcome",
-            [](Request& self) { return outcome_tuple(self.transfer(), self.receive ? self.receive->size_sent : 0); },
+            [](Request& self) { return outcome_tuple(self.transfer(), self.receive ? self.receive->message_size : 0); },
             "The outcome, the peer, the message's size, and the reason's id.");
 
     nb::class_<P2PEngine>(m, "P2PEngine", "The point-to-point engine of a rank.")
@@ -268,13 +272,15 @@ void bind_p2p(nb::module_& m) {
         .def(
             "start_send",
             [](const std::shared_ptr<P2PEngine>& self, nb::handle data, int dst, std::uint64_t group,
-               std::uint64_t number) { return start(self, data, dst, group, number, true); },
+               std::uint64_t number) { return start(self, data, dst, group, number, Kind::send); },
             "data"_a, "dst"_a, "group"_a, "number"_a)
         .def(
             "start_recv",
             [](const std::shared_ptr<P2PEngine>& self, nb::handle into, int src, std::uint64_t group,
-               std::uint64_t number) { return start(self, into, src, group, number, false); },
-            "into"_a, "src"_a, "group"_a, "number"_a)
+               std::uint64_t number, bool accepts_shorter) {
+                return start(self, into, src, group, number, accepts_shorter ? Kind::receive_shorter : Kind::receive);
+            },
+            "into"_a, "src"_a, "group"_a, "number"_a, "accepts_shorter"_a = false)
         .def(
             "end_unmatched",
             [](P2PEngine& self, Request& request, std::size_t reason) {

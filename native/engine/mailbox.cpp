@@ -141,7 +141,7 @@ int Mailbox::fullest_source(int newest, std::size_t buffered_size) {
     return fullest;
 }
 
-// Matches a receive with the first waiting message, or ends it if their sizes differ; false if no message waits.
+// Matches a receive with the first waiting message, or ends it if that does not fit; false if no message waits.
 bool Mailbox::take_message(Receive& receive) {
     for (Message* message = messages_[bucket(receive.tag)].first(); message != nullptr; message = message->next) {
         if (message->tag != receive.tag || !fits(receive.source, message->source)) continue;
@@ -183,9 +183,9 @@ void Mailbox::complete(Receive& receive, Message& message) {
 }
 
 bool Mailbox::refuse_size(Receive& receive, int source, std::size_t size) {
-    if (receive.size == size) return false;
+    receive.message_size = size;
+    if (receive.size == size || (receive.accepts_shorter && size < receive.size)) return false;
     receive.peer = source;
-    receive.size_sent = size;
     end(receive, Outcome::wrong_size);
     return true;
 }

@@ -53,6 +53,7 @@ void P2PEngine::connect(Routes& routes) {
     std::vector<std::pair<std::size_t, std::unique_ptr<Channel>>> channels;
     for (std::size_t rank = 0; rank < by_rank_.size(); ++rank) {
         const int index = routes.local_indexes[rank];
+        is_local_.push_back(index >= 0);
         if (rank == own || index < 0) continue;
         auto channel = std::make_unique<shm::RingChannel>(*rings_, routes.local_indexes[own], index);
         ring_channels_.push_back(channel.get());

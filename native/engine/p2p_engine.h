@@ -82,6 +82,9 @@ public:
     [[nodiscard]] const Settings& settings() const noexcept { return settings_; }
     [[nodiscard]] int num_ranks() const noexcept { return static_cast<int>(by_rank_.size()); }
 
+    // Whether messages to another rank go through shared memory.
+    [[nodiscard]] bool shares_memory_with(int rank) const { return is_local_[static_cast<std::size_t>(rank)]; }
+
     // Whether fast-path calls can succeed: false once the group has ended here, and in a forked child.
     [[nodiscard]] bool is_open() const noexcept { return is_open_.load(std::memory_order_relaxed); }
 
@@ -212,7 +215,8 @@ private:
     std::vector<tcp::TcpChannel*> tcp_channels_;          // the channels of the other peers
     std::vector<std::unique_ptr<Peer>> peers_;
     std::vector<Peer*> by_rank_;
-    std::vector<bool> lost_;  // by rank
+    std::vector<bool> is_local_;  // by rank; never changes
+    std::vector<bool> lost_;      // by rank
     std::size_t num_lost_ = 0;
     std::vector<Loss> unexplained_;   // lost connections whose reason is not known yet
     std::size_t num_ended_seen_ = 0;  // when waiters were last woken for it

@@ -21,7 +21,7 @@ inline constexpr int any_source = -1;
 enum class Outcome : int {
     under_way,
     done,
-    wrong_size,  // of a receive: the message has another size, and stays queued
+    wrong_size,  // of a receive: the message does not fit the buffer, and stays queued
     cancelled,
     ended,  // ended by the engine's owner, which knows the reason
 };
@@ -104,8 +104,9 @@ struct Receive : Transfer {
     std::byte* data;
     std::size_t size;
     int source;
-    std::size_t size_sent = 0;  // the message's size, if it is the wrong one
-    std::uint64_t number = 0;   // in the order in which receives were posted
+    bool accepts_shorter = false;  // whether the message may be shorter than the buffer
+    std::size_t message_size = 0;  // of the message that it was matched with, or that has the wrong size
+    std::uint64_t number = 0;      // in the order in which receives were posted
     std::shared_ptr<Message> message;
     Receive* previous = nullptr;
     Receive* next = nullptr;

@@ -1,6 +1,6 @@
 // A stress test of the P2P engine: random messages from a seed, between ranks that are threads over one mapping, so
 // that the thread sanitizer sees every access. Sizes on both sides of each limit, tags, any source, cancelled
-// transfers, several threads per rank.
+// transfers, receives into longer buffers, several threads per rank.
 //
 //   p2p_test [number of messages a rank sends] [seed]
 #include <netinet/in.h>
@@ -242,11 +242,14 @@ private:
                 Receive wrong(other.data(), other.size(), from, whole);
                 engine_.start(wrong);
                 require(engine_.wait(wrong, patience), "a receive of a wrong size does not end");
-                require(wrong.outcome == Outcome::wrong_size && wrong.size_sent == expected.size(), "a wrong size");
+                require(wrong.outcome == Outcome::wrong_size && wrong.message_size == expected.size(), "a wrong size");
             }
         }
         std::atomic<bool> has_ended{false};
+        const bool accepts_shorter = random() % 4 == 0;
+        if (accepts_shorter) bytes.resize(expected.size() + random() % 200, std::byte{0xEE});
         Receive receive(bytes.data(), bytes.size(), from, whole);
+        receive.accepts_shorter = accepts_shorter;
         const bool is_watched = random() % 8 == 0;
         receive.is_watched = is_watched;
         receive.owner = &has_ended;
@@ -264,6 +267,11 @@ private:
                 static_cast<int>(tag), static_cast<int>(number));
         while (is_watched && !has_ended.load()) engine_.dispatch_events();
         require(receive.outcome == Outcome::done && receive.peer == from, "wrong outcome of a receive");
+        require(receive.message_size == expected.size(), "wrong size of a message");
+        require(std::ranges::all_of(bytes.begin() + static_cast<std::ptrdiff_t>(expected.size()), bytes.end(),
+                                    [](std::byte each) { return each == std::byte{0xEE}; }),
+                "bytes written behind a message");
+        bytes.resize(expected.size());
         require(bytes == expected, "rank %d: wrong bytes from rank %d, tag %d, number %d", rank_, from,
                 static_cast<int>(tag), static_cast<int>(number));
     }

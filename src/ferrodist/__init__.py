@@ -75,6 +75,8 @@ if TYPE_CHECKING:
     from ferrodist.collectives.coalescing import coalesce as coalesce
     from ferrodist.collectives.gather import gather as gather
     from ferrodist.collectives.gather import scatter as scatter
+    from ferrodist.collectives.host_p2p import Recv as Recv
+    from ferrodist.collectives.host_p2p import Send as Send
     from ferrodist.collectives.objects import all_gather_object as all_gather_object
     from ferrodist.collectives.objects import broadcast_object as broadcast_object
     from ferrodist.collectives.objects import gather_object as gather_object
@@ -96,8 +98,6 @@ if TYPE_CHECKING:
     from ferrodist.collectives.reduce_op import ReduceOp as ReduceOp
     from ferrodist.collectives.reduce_op import premultiplied_sum as premultiplied_sum
     from ferrodist.collectives.symmetric_memory import empty_symmetric as empty_symmetric
-    from ferrodist.collectives.tensor_protocol import Recv as Recv
-    from ferrodist.collectives.tensor_protocol import Send as Send
     from ferrodist.collectives.work import PendingCollective as PendingCollective
     from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT as DEFAULT_COLLECTIVE_TIMEOUT
     from ferrodist.errors import AuthenticationError as AuthenticationError
@@ -186,7 +186,7 @@ _HOMES = {  # the names of each module
     "collectives.reduce": "allreduce async_allreduce async_broadcast broadcast gpu_allreduce gpu_broadcast reduce",
     "collectives.reduce_op": "ReduceOp premultiplied_sum",
     "collectives.symmetric_memory": "empty_symmetric",
-    "collectives.tensor_protocol": "Recv Send",
+    "collectives.host_p2p": "Recv Send",
     "collectives.work": "PendingCollective",
     "deadline": "DEFAULT_COLLECTIVE_TIMEOUT",
     "errors": " ".join(name for name in errors.__all__ if name[0].isupper()),

@@ -108,7 +108,10 @@ def words(tag: int, data: bytes) -> Fields:
             "hash of the others": others,
         }
     if channel == _HEAD:
-        return {"message": "a tensor's head", **split(data, ("number", 8), ("dtype", 1), ("dims", 1), rest="shape")}
+        return {
+            "message": "a tensor's head",
+            **split(data, ("number", 8), ("dtype", 1), ("dims", 1), ("shape", 96), rest="elements"),
+        }
     return {"message": f"on channel {channel}", "size": str(len(data)), "bytes": in_short(data)}
 
 

@@ -223,10 +223,10 @@ def test_an_interruption_ends_a_tensor(wait: str) -> None:
         if group.rank == 1:
             if wait == "elements":
                 head = TensorHeader(number, torch.float32, (2,)).pack()
-                group.send(head, 0, tag=channel_tag(Channel.TENSOR_HEAD, 0))
+                group.send(head, 0, tag=channel_tag(Channel.TENSOR, 0))
             group.recv(bytearray(1), 0, tag=1)
             if wait == "elements":
-                group.send(bytes(8), 0, tag=channel_tag(Channel.TENSOR_BODY, number))
+                group.send(bytes(8), 0, tag=channel_tag(Channel.TENSOR_PAYLOAD, number))
             if wait == "sendrecv":
                 assert fd.recv(None, None, 0, timeout=10).tolist() == [5.0]
             assert fd.recv(None, None, 0, timeout=10).tolist() == [7.0]

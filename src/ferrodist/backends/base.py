@@ -28,6 +28,7 @@ from ferrodist.backends.request import (
     PersistentRecv,
     PostedPersistentRecv,
     Request,
+    SizedRequest,
     Stragglers,
     ThreadedRequest,
     WaitEvent,
@@ -316,6 +317,18 @@ class Backend(ABC):
             return self.recv(buffer, src, tag=tag, timeout=timeout)
 
         return self._in_thread(("recv", tag), src, attempt, memoryview(buffer).nbytes)
+
+    @property
+    def inline_limit(self) -> int:
+        """Bytes of a tensor's elements up to which they are sent in one message with its header.
+
+        The default is 0, for backends without `irecv_up_to`.
+        """
+        return 0
+
+    def irecv_up_to(self, buffer: Buffer, src: int, *, tag: int = 0) -> SizedRequest:
+        """Start to receive a message that may be shorter than ``buffer``. Only where `inline_limit` is above 0."""
+        raise NotImplementedError(f"{type(self).__name__} receives messages of one size only")
 
     def _in_thread(self, kind: tuple[str, int], peer: int, attempt: Callable[[float], int], size_bytes: int) -> Request:
         """Start a transfer that runs after the earlier ones that could take its message, and waits for no others."""

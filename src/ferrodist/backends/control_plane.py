@@ -37,6 +37,8 @@ class ControlPlaneBackend(NonBlockingBackend):
     recv: Any = Delegated()
     isend: Any = Delegated()
     irecv: Any = Delegated()
+    inline_limit: Any = Delegated()
+    irecv_up_to: Any = Delegated()
     try_send: Any = Delegated()
     listen: Any = Delegated()
     signal: Any = Delegated()

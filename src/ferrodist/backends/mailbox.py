@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 EAGER_LIMIT = 256 * 1024  # size in bytes up to which a message is sent before a receive is posted for it
+INLINE_LIMIT = 16 * 1024  # size in bytes up to which a tensor's elements are sent in one message with its header
+
 MAX_UNEXPECTED_BYTES = 1 << 30
 """Bytes of unexpected messages that a mailbox keeps; more means that a rank sends messages that nobody receives."""
 
@@ -69,7 +71,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 class Receive(BaseRequest):
     """A posted receive; see `Mailbox.post`."""
 
-    __slots__ = ("_mailbox", "buffer", "message", "order", "source", "tag")
+    __slots__ = ("_mailbox", "accepts_shorter", "buffer", "message", "message_bytes", "order", "source", "tag")
 
     def __init__(self, mailbox: Mailbox, buffer: memoryview, source: int, tag: int) -> None:
         super().__init__(source)
@@ -77,6 +79,8 @@ class Receive(BaseRequest):
         self.buffer = buffer
         self.source = source
         self.tag = tag
+        self.accepts_shorter = False  # whether the message may be shorter than the buffer
+        self.message_bytes = 0  # size of the message that it was matched with
         self.message: Message | None = None
         self.order = 0  # among all receives
 
@@ -312,7 +316,7 @@ class Mailbox:
 
     def _pair(self, receive: Receive, message: Message, after: list[Callable[[], None]]) -> None:
         receive.message, message.receive = message, receive
-        receive.peer = message.source
+        receive.peer, receive.message_bytes = message.source, message.size_bytes
         if message.num_received == message.size_bytes:
             self._complete(receive, message, after)
             return
@@ -322,13 +326,14 @@ class Mailbox:
 
     def _complete(self, receive: Receive, message: Message, after: list[Callable[[], None]]) -> None:
         if message.buffered:
-            copy_bytes(receive.buffer, memoryview(message.buffered))
+            copy_bytes(receive.buffer[: message.size_bytes], memoryview(message.buffered))
         self._matched.discard(receive)
         message.receive = receive.message = None
         after.append(receive.end)
 
     def _size_error(self, receive: Receive, message: Message) -> SizeMismatchError | None:
-        if len(receive.buffer) == message.size_bytes:
+        room = len(receive.buffer)
+        if room == message.size_bytes or (receive.accepts_shorter and room > message.size_bytes):
             return None
         rank, sender = self._describe(message.tag, message.source)
         return size_error(rank, sender, message.size_bytes, len(receive.buffer))

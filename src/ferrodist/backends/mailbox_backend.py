@@ -24,8 +24,8 @@ from typing_extensions import Buffer, override
 
 from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer
 from ferrodist.backends.group_observer import CLOSED, EndReason, GroupObserver, PeerExit
-from ferrodist.backends.mailbox import Mailbox, Message, Receive, read_view, write_view
-from ferrodist.backends.request import BaseRequest, Request, Stragglers
+from ferrodist.backends.mailbox import INLINE_LIMIT, Mailbox, Message, Receive, read_view, write_view
+from ferrodist.backends.request import BaseRequest, Request, SizedRequest, Stragglers
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
 from ferrodist.errors import (
     DistributedError,
@@ -128,11 +128,8 @@ class MailboxBackend(NonBlockingBackend):
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         """Have `peer_left(group_id, this rank)` run on the other members after all that was sent to them before."""
 
-    def _post(self, buffer: memoryview, source: int, tag: int) -> Request:
-        """Post a receive; it ends with the error of `refusal` if no message is there and none will come."""
-        receive = Receive(self._mailbox, buffer, source, tag)
-        self._mailbox.post(receive, partial(self.refusal, tag, source))
-        return receive
+    def _make_receive(self, buffer: memoryview, source: int, tag: int) -> Receive:
+        return Receive(self._mailbox, buffer, source, tag)
 
     def add_observer(self, observer: GroupObserver) -> None:
         """Notify an observer from now on, and have it end its transfers with ranks that are gone."""
@@ -164,12 +161,28 @@ class MailboxBackend(NonBlockingBackend):
 
     @override
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
+        return self._post(buffer, src, tag, accepts_shorter=False)
+
+    @override
+    @property
+    def inline_limit(self) -> int:
+        return INLINE_LIMIT
+
+    @override
+    def irecv_up_to(self, buffer: Buffer, src: int, *, tag: int = 0) -> SizedRequest:
+        return self._post(buffer, src, tag, accepts_shorter=True)
+
+    def _post(self, buffer: Buffer, src: int, tag: int, *, accepts_shorter: bool) -> Receive:
+        """Post a receive; it ends with the error of `refusal` if no message is there and none will come."""
         src = check_peer(self, src, any_source=True)
         view = write_view(buffer)
         failure = self.failure_of(group_of_tag(check_tag(tag, _TAG_BITS)))
         if failure is not None:
             raise failure.fresh()
-        return self._post(view, src, tag)
+        receive = self._make_receive(view, src, tag)
+        receive.accepts_shorter = accepts_shorter
+        self._mailbox.post(receive, partial(self.refusal, tag, src))
+        return receive
 
     def failure_of(self, group_id: int) -> DistributedError | None:
         """The reason why a group can't be used on this rank any more, or None."""

@@ -67,6 +67,14 @@ class Request(Protocol):
         """Call ``callback()`` once when done, immediately if it is; it must not block or raise."""
 
 
+class SizedRequest(Request, Protocol):
+    """A receive of a message that may be shorter than the buffer."""
+
+    @property
+    def message_bytes(self) -> int:
+        """Size of the message, once the request is done."""
+
+
 def wait_all(
     requests: Iterable[Request], deadline: Deadline, warn: Callable[[list[Request]], None] | None = None
 ) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import Buffer, override
 
 from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer, check_rank
-from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, Stragglers, WaitEvent
+from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, SizedRequest, Stragglers, WaitEvent
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_tag
 from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, InvalidRankError, ranks_text
@@ -142,10 +142,22 @@ class SubBackend(NonBlockingBackend):
 
     @override
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
+        return _SubRequest(self._root.irecv(buffer, self._root_source(src), tag=self._tag(tag)), self)
+
+    @override
+    @property
+    def inline_limit(self) -> int:
+        return self._root.inline_limit
+
+    @override
+    def irecv_up_to(self, buffer: Buffer, src: int, *, tag: int = 0) -> SizedRequest:
+        return _SubSizedRequest(self._root.irecv_up_to(buffer, self._root_source(src), tag=self._tag(tag)), self)
+
+    def _root_source(self, src: int) -> int:
+        """The outermost group's rank of the source of a receive, which is checked."""
         source = check_peer(self, src, any_source=True)
         self._check_open()
-        peer = source if source == ANY_SOURCE else self._root_ranks[source]
-        return _SubRequest(self._root.irecv(buffer, peer, tag=self._tag(tag)), self)
+        return source if source == ANY_SOURCE else self._root_ranks[source]
 
     @override
     def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:
@@ -248,6 +260,18 @@ class _SubRequest:
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         self._request.add_done_callback(callback)
+
+
+class _SubSizedRequest(_SubRequest):
+    """A `_SubRequest` of a message whose size is not known before."""
+
+    __slots__ = ()
+
+    _request: SizedRequest
+
+    @property
+    def message_bytes(self) -> int:
+        return self._request.message_bytes
 
 
 def _next_id(parent: Backend, ranks: tuple[int, ...], label: str) -> int:

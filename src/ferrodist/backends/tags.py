@@ -25,8 +25,8 @@ class Channel(IntEnum):
     CALL = 1  # calls compared before a collective, numbered by its sequence
     LATE = 2  # "my deadline has passed", or "are you there" and its answer, numbered by the collective's sequence
     DATA = 3  # the data of a collective, numbered by its sequence
-    TENSOR_HEAD = 4  # dtype and shape of a tensor sent point to point, numbered by the user's tag
-    TENSOR_BODY = 5  # its elements, numbered by the message
+    TENSOR = 4  # a tensor sent point to point: dtype and shape, and its elements if they are few; the user's tag
+    TENSOR_PAYLOAD = 5  # the elements of a larger one, numbered by the payload's id
     DEVICE_CALL = 6  # calls on GPU tensors, compared while the GPUs work
     DEVICE_PROGRESS = 7  # how many of these calls ranks have made
     DEVICE_COUNT = 8  # elements that one rank sends another in an uneven exchange, numbered by its sequence

@@ -27,7 +27,7 @@ from ferrodist.backends.native.binding import compiled, is_native_available
 from ferrodist.backends.process_group import find_group
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.collectives.tensor_protocol import MAX_DIMS, cancel_payload, payload_ids, unclaimed_headers
+from ferrodist.collectives.tensor_protocol import MAX_DIMS, cancel_payload, payload_ids, unclaimed_tensors
 from ferrodist.collectives.work import PendingCollective, collector
 from ferrodist.deadline import before_warning, check_timeout
 
@@ -173,9 +173,9 @@ if is_native_available():
 class Progress(NamedTuple):
     """The progress of a point-to-point call on the fast path."""
 
-    seconds: float = 0.0  # it took so far
-    payload_id: int | None = None  # of a send whose header has been sent and the payload has not
-    is_sent: bool = False  # the send of a `sendrecv`
+    seconds: float = 0.0  # elapsed time
+    payload_id: int | None = None  # of a send: the payload's, if the header was sent and the payload was not
+    is_sent: bool = False  # of a `sendrecv`: whether its send is done
 
 
 NOT_STARTED = Progress()
@@ -206,7 +206,7 @@ def fast_recv_into(
 ) -> int | Progress:
     """`recv_into`; the rank that sent it when it is done."""
     chosen, messages = _message_path_of(group)
-    if messages is None or unclaimed_headers(chosen).may_contain(tag):
+    if messages is None or unclaimed_tensors(chosen).may_contain(tag):
         return NOT_STARTED
     result = messages.receive_into(tensor, src, tag, before_warning(chosen.timeout if timeout is None else timeout))
     return result if type(result) is int else _unfinished(chosen, tag, result)
@@ -223,7 +223,7 @@ def fast_recv(
 ) -> tuple[torch.Tensor, int] | Progress:
     """`recv`; the tensor and the rank that sent it when it is done."""
     chosen, messages = _message_path_of(group)
-    if messages is None or not _is_plain_description(shape, dtype) or unclaimed_headers(chosen).may_contain(tag):
+    if messages is None or not _is_plain_description(shape, dtype) or unclaimed_tensors(chosen).may_contain(tag):
         return NOT_STARTED
 
     def make(dtype_index: int, sizes: tuple[int, ...]) -> torch.Tensor | None:
@@ -271,9 +271,9 @@ def _message_path_of(group: Backend | None) -> tuple[Any, Any]:
 
 
 def _unfinished(group: Backend, tag: int, rest: Any) -> Progress:
-    """Keep the header of a tensor whose payload was not received, for the general path to receive it."""
-    if rest.header is not None:
-        unclaimed_headers(group).keep(channel_tag(Channel.TENSOR_HEAD, tag), rest.source, rest.header)
+    """Keep the first message of a tensor that was not received, for the general path to receive it."""
+    if rest.message is not None:
+        unclaimed_tensors(group).keep(channel_tag(Channel.TENSOR, tag), rest.source, rest.message)
     if rest.interruption is not None:
         raise rest.interruption
     return Progress(rest.seconds)

@@ -1,8 +1,7 @@
 """Point-to-point operations on tensors: send, recv, recv_into, sendrecv, batch.
 
-A tensor travels as two messages: a header with dtype and shape, under the user's tag, and the payload, under an id in
-the header. So a receiver finds a wrong shape or dtype before it receives the payload, and tensors with one tag stay in
-order however many threads send or receive them.
+Calls take the compiled fast path where they can (`fast_path.py`), or the engine's of the tensor's device, else the
+protocol of `tensor_protocol.py`.
 """
 
 from __future__ import annotations
@@ -17,20 +16,10 @@ from ferrodist.backends.tags import check_user_tag
 from ferrodist.collectives.arguments import check_out, check_tensor, group_and_timeout
 from ferrodist.collectives.engines.select import device_p2p_of
 from ferrodist.collectives.fast_path import NOT_STARTED, Progress, fast_recv, fast_recv_into, fast_send, fast_sendrecv
+from ferrodist.collectives.host_p2p import Recv, Send, batch_on_host, peer_name, receive_into, wait_for
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import check_dtype
-from ferrodist.collectives.tensor_protocol import (
-    MAX_DIMS,
-    Recv,
-    Send,
-    TensorReceive,
-    batch_on_host,
-    peer_name,
-    receive_into,
-    start_payload,
-    start_send,
-    wait_for,
-)
+from ferrodist.collectives.tensor_protocol import MAX_DIMS, TensorReceive, start_payload, start_send
 from ferrodist.deadline import Deadline
 from ferrodist.torch_private.profiling import is_profiling
 from ferrodist.wording import counted
@@ -360,9 +349,9 @@ def start_tensor_send(tensor: torch.Tensor, dst: int, *, tag: int = 0, group: Ba
 
 
 def _continue_send(group: Backend, operation: Send, progress: Progress) -> list[Request]:
-    """Start the rest of a send that the fast path has progress."""
+    """Start the rest of a send, after the progress that it made on the fast path."""
     if progress.is_sent:
         return []
     if progress.payload_id is not None:
-        return start_payload(group, operation.tensor, operation.dst, progress.payload_id)
+        return [start_payload(group, operation.tensor, operation.dst, progress.payload_id)]
     return start_send(group, operation.tensor, operation.dst, operation.tag)

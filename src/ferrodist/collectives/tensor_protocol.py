@@ -1,13 +1,19 @@
-"""The point-to-point protocol of tensors on the host: a header and a payload for each tensor.
+"""The point-to-point protocol of tensors on the host, described in native/bindings/tensor_p2p.cpp as well.
 
-`TensorHeader` is the first message: dtype, shape, and the id under which the payload comes. `start_send` sends both,
-`TensorReceive` receives both, and `batch_on_host` runs several sends and receives at the same time.
+    elements of up to `Backend.inline_limit` bytes    one message: header and elements
+    more                                              two messages: header; payload, under an id from the header
+
+The first message travels under the user's tag, so tensors with one tag stay in order however many threads send or
+receive them. `TensorHeader` is dtype, shape, and the payload's id: a receiver finds a wrong shape or dtype before it
+receives a payload, and receives that straight into the tensor. The size of the first message says whether the elements
+are in it; a sender may choose two messages for any tensor. `start_send` sends a tensor, `TensorReceive` receives one;
+`host_p2p.py` runs several at the same time.
 
 [Note: cancelled transfers]
-A cancelled send has sent its header already. It sends an empty message in place of the payload, at which the receiver
+A send that is cancelled after its header has gone sends an empty message in place of the payload, at which the receiver
 drops the header and waits for the next one. That also holds for a header that the receiver does not expect, so it
-looks for the payload before it raises. A receive that is cancelled after its header has come leaves the header to the
-group, for the next receive of that tag: the payload is still to come, or waits.
+looks for the payload before it raises. A receive that is cancelled after its first message has come leaves that message
+to the group, for the next receive of that tag: its payload is still to come, or waits.
 """
 
 from __future__ import annotations
@@ -17,46 +23,45 @@ import itertools
 import math
 import struct
 import threading
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from ferrodist.backends.base import check_peer
-from ferrodist.backends.request import BaseRequest, wait_all
-from ferrodist.backends.stragglers import warn_about_late_peers
+from ferrodist.backends.request import BaseRequest
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag, check_user_tag
 from ferrodist.collectives.arguments import OutputBuffer, bytes_of, flatten, prepare_out
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.deadline import Deadline, Elapsed
+from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError, SizeMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import torch
     from typing_extensions import Buffer, Self
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import Request, Stragglers
 
 MAX_DIMS = 12
-"""The payload_id of dims that a header has room for."""
+"""Maximum number of dims: a header has room for as many."""
 
 _MAX_BYTES = 1 << 47  # more than any machine's memory: no tensor is as large
 
 _MAX_INT64 = (1 << 63) - 1  # the limit of torch's arithmetic of sizes
 
-_HEADER = struct.Struct(f"<QBB{MAX_DIMS}q")  # payload id, dtype's index in DTYPES, payload_id of dims, shape
+_HEADER = struct.Struct(f"<QBB{MAX_DIMS}q")  # payload id, dtype's index in DTYPES, number of dims, shape
 
 HEADER_BYTES = _HEADER.size
 
+_HANDOVER_SECONDS = 5.0  # limit for a few steps of another thread, which a signal handler may have stopped for good
+
 _PAYLOAD_IDS_KEY = "collectives.messages"
-_HEADERS_KEY = "collectives.headers"
+_UNCLAIMED_KEY = "collectives.unclaimed_tensors"
 
 
 class TensorHeader(NamedTuple):
-    """The first message of a tensor."""
+    """The start of a tensor's first message. The payload id is 0 where the elements follow in the same message."""
 
     payload_id: int
     dtype: torch.dtype
@@ -68,9 +73,9 @@ class TensorHeader(NamedTuple):
         return _HEADER.pack(self.payload_id, DTYPES.index(self.dtype), len(self.shape), *self.shape, *padding)
 
     @classmethod
-    def unpack(cls, message: bytes | bytearray) -> Self | None:
-        """Decode a message of `HEADER_BYTES`; None if no tensor has such a header."""
-        payload_id, dtype_index, num_dims, *padded = _HEADER.unpack(message)
+    def unpack(cls, message: Buffer) -> Self | None:
+        """Decode the start of a message of at least `HEADER_BYTES`; None if no tensor has such a header."""
+        payload_id, dtype_index, num_dims, *padded = _HEADER.unpack_from(message)
         if dtype_index >= len(DTYPES) or num_dims > MAX_DIMS or min(padded) < 0:
             return None
         shape = tuple(padded[:num_dims])
@@ -86,65 +91,63 @@ def payload_ids(group: Backend) -> Iterator[int]:
     return group.attachments.setdefault(_PAYLOAD_IDS_KEY, itertools.count()) if ids is None else ids
 
 
-class UnclaimedHeaders:
-    """Headers whose receives were cancelled, by tag, in the order of their arrival.
+class UnclaimedTensors:
+    """First messages of tensors whose receives were cancelled, by tag, in the order of their arrival.
 
-    See [Note: cancelled transfers] in `tensor_protocol.py`.
+    See [Note: cancelled transfers].
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._headers: dict[int, list[tuple[int, bytes]]] = {}
+        self._messages: dict[int, list[tuple[int, bytes]]] = {}
 
     def may_contain(self, tag: int) -> bool:
-        """Return whether there may be a header of a user's tag; for an invalid tag, whether there is any header."""
-        headers = self._headers
-        return bool(headers) and (type(tag) is not int or channel_tag(Channel.TENSOR_HEAD, tag) in headers)
+        """Return whether there may be a tensor of a user's tag; for an invalid tag, whether there is any."""
+        messages = self._messages
+        return bool(messages) and (type(tag) is not int or channel_tag(Channel.TENSOR, tag) in messages)
 
-    def keep(self, tag: int, source: int, header: bytes) -> None:
-        """Keep a header for the next receive of its tag."""
+    def keep(self, tag: int, source: int, message: bytes) -> None:
+        """Keep a first message for the next receive of its tag."""
         with self._lock:
-            self._headers.setdefault(tag, []).append((source, header))
+            self._messages.setdefault(tag, []).append((source, message))
 
     def take(self, tag: int, source: int) -> tuple[int, bytes] | None:
-        """Remove and return the first header of a tag from a rank, or from any, with its sender; None without one."""
+        """Remove and return the first message of a tag from a rank, or from any, with its sender; None without one."""
         with self._lock:
-            headers = self._headers.get(tag, [])
-            found = next((each for each in headers if source in (ANY_SOURCE, each[0])), None)
+            messages = self._messages.get(tag, [])
+            found = next((each for each in messages if source in (ANY_SOURCE, each[0])), None)
             if found is not None:
-                headers.remove(found)
-                if not headers:
-                    del self._headers[tag]
+                messages.remove(found)
+                if not messages:
+                    del self._messages[tag]
             return found
 
 
-def unclaimed_headers(group: Backend) -> UnclaimedHeaders:
-    """The unclaimed headers of a group."""
-    headers = group.attachments.get(_HEADERS_KEY) or group.attachments.setdefault(_HEADERS_KEY, UnclaimedHeaders())
-    assert isinstance(headers, UnclaimedHeaders)
-    return headers
+def unclaimed_tensors(group: Backend) -> UnclaimedTensors:
+    """The unclaimed tensors of a group."""
+    tensors = group.attachments.get(_UNCLAIMED_KEY) or group.attachments.setdefault(_UNCLAIMED_KEY, UnclaimedTensors())
+    assert isinstance(tensors, UnclaimedTensors)
+    return tensors
 
 
 def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int) -> list[Request]:
     """Start sending a checked tensor; returns the requests of its messages."""
-    payload_id = next(payload_ids(group))
+    is_inline = tensor.numel() * tensor.itemsize <= group.inline_limit
+    payload_id = 0 if is_inline else next(payload_ids(group))
     header = TensorHeader(payload_id, tensor.dtype, tuple(tensor.shape)).pack()
-    return [
-        group.isend(header, dst, tag=channel_tag(Channel.TENSOR_HEAD, tag)),
-        *start_payload(group, tensor, dst, payload_id),
-    ]
+    message = b"".join((header, bytes_of(flatten(tensor)))) if is_inline else header
+    requests = [group.isend(message, dst, tag=channel_tag(Channel.TENSOR, tag))]
+    return requests if is_inline else [*requests, start_payload(group, tensor, dst, payload_id)]
 
 
-def start_payload(group: Backend, tensor: torch.Tensor, dst: int, payload_id: int) -> list[Request]:
-    """Start sending the payload of a tensor, if it has elements, whose header has been sent."""
-    if not tensor.numel():
-        return []
-    return [_PayloadSend(group, flatten(tensor), dst, channel_tag(Channel.TENSOR_BODY, payload_id))]
+def start_payload(group: Backend, tensor: torch.Tensor, dst: int, payload_id: int) -> Request:
+    """Start sending the payload of a tensor whose header has been sent."""
+    return _PayloadSend(group, flatten(tensor), dst, channel_tag(Channel.TENSOR_PAYLOAD, payload_id))
 
 
 def cancel_payload(group: Backend, dst: int, payload_id: int) -> None:
     """Cancel the payload of a tensor whose header has been sent: [Note: cancelled transfers]."""
-    _send_empty(group, dst, channel_tag(Channel.TENSOR_BODY, payload_id))
+    _send_empty(group, dst, channel_tag(Channel.TENSOR_PAYLOAD, payload_id))
 
 
 def _send_empty(group: Backend, dst: int, tag: int) -> None:
@@ -183,18 +186,19 @@ class _PayloadSend:
 
 
 class TensorReceive(BaseRequest):
-    """Receives a header, checks it, then receives the payload: [Note: cancelled transfers].
+    """Receives a tensor's first message, checks its header, and copies or receives its elements.
 
-    The thread that completes the header starts the receive of the payload.
+    The thread that completes the first message starts the receive of a payload: [Note: cancelled transfers].
     """
 
     __slots__ = (
         "_cancelled",
         "_dtype",
+        "_first",
         "_given_target",
         "_group",
-        "_header",
-        "_header_request",
+        "_is_complete",
+        "_message",
         "_num_restarts",
         "_payload",
         "_shape",
@@ -217,16 +221,16 @@ class TensorReceive(BaseRequest):
         super().__init__(src)
         self._group = group
         self._source = src
-        self._tag = channel_tag(Channel.TENSOR_HEAD, check_user_tag(tag))
+        self._tag = channel_tag(Channel.TENSOR, check_user_tag(tag))
         self._shape = None if shape is None else tuple(shape)
         self._dtype = dtype
         self._given_target = self._target = target
-        self._header = bytearray(HEADER_BYTES)
-        self._header_request: Request | None = None
+        self._message = memoryview(b"")  # the first message, once it has come
+        self._first: Request | None = None
         self._payload: Request | None = None
-        self._cancelled = False
+        self._cancelled = self._is_complete = False
         self._num_restarts = 0
-        self._starting = threading.Lock()  # between the start of a transfer and `cancel`
+        self._starting = threading.Lock()  # between `cancel` and the start of a transfer, or the copy of elements
         check_peer(group, src, any_source=True)
         self._start()
 
@@ -251,7 +255,7 @@ class TensorReceive(BaseRequest):
         """
         deadline = Deadline(timeout)
         while not self._done and not deadline.expired:
-            pending = self._payload or self._header_request
+            pending = self._payload or self._first
             if pending is None or pending.done():
                 break  # another thread is about to continue from there
             try:
@@ -263,78 +267,118 @@ class TensorReceive(BaseRequest):
     def cancel(self) -> bool:
         """Cancel the receive; see `Request.cancel`."""
         with self._starting:
+            if self._is_complete:
+                return False
             self._cancelled = True
-            payload, header = self._payload, self._header_request
+            payload, first = self._payload, self._first
         if payload is not None:
             if not payload.cancel():
                 return False
-            unclaimed_headers(self._group).keep(self._tag, self.peer, bytes(self._header))
+            self._leave_unclaimed()
             return True
-        # Not done though the header can't be cancelled any more: `_take_headerer` sees `_cancelled`.
-        return header is None or header.cancel() or not self._done
+        if first is None or first.cancel():
+            return True
+        # Another thread is about to use the message: it sees `_cancelled`, and leaves the message to the next receive,
+        # which may be posted as soon as this returns.
+        super().ended_within(_HANDOVER_SECONDS)
+        return not self._done or isinstance(self.error, DistributedTimeoutError)
 
     def _start(self) -> None:
-        """Take an unclaimed header, or start receiving one."""
-        unclaimed = unclaimed_headers(self._group).take(self._tag, self._source)
+        """Take an unclaimed tensor, or start receiving a first message."""
+        unclaimed = unclaimed_tensors(self._group).take(self._tag, self._source)
         if unclaimed is not None:
-            self.peer, self._header[:] = unclaimed
-            self._use_header()
+            self.peer, message = unclaimed
+            self._message = memoryview(message)
+            self._use_message()
             return
+        limit = self._group.inline_limit
+        buffer = bytearray(HEADER_BYTES + limit)
         with self._starting:
             if self._cancelled:
                 self.end(DistributedTimeoutError("the receive was cancelled"))
                 return
-            self._header_request = self._group.irecv(self._header, self._source, tag=self._tag)
-        self._header_request.add_done_callback(self._take_header)
+            receive = self._group.irecv_up_to if limit else self._group.irecv
+            first = self._first = receive(buffer, self._source, tag=self._tag)
+        first.add_done_callback(lambda: self._take_message(first, buffer))
 
     def _fail(self, error: Exception) -> None:
         """End with an error, without the context of another one: a cancel may be part of handling that."""
         error.__context__ = None
         self.end(error.with_traceback(None))  # whose frames refer to this receive
 
-    def _take_header(self) -> None:
-        assert self._header_request is not None
+    def _take_message(self, first: Request, buffer: bytearray) -> None:
         try:
-            self.peer = self._header_request.wait(0)
+            self.peer = first.wait(0)
+        except SizeMismatchError:
+            self.peer = first.peer
+            self._fail(self._protocol_error("a message that is not a tensor"))
         except Exception as error:  # noqa: BLE001 - wait() raises it
             self._fail(error)
         else:
-            self._use_header()
+            self._message = memoryview(buffer)[: getattr(first, "message_bytes", HEADER_BYTES)]
+            self._use_message()
 
-    def _use_header(self) -> None:
+    def _use_message(self) -> None:
         try:
-            payload_id, dtype, shape = self._read_header()
-            tag = channel_tag(Channel.TENSOR_BODY, payload_id)
+            header = self._read_header()
+            payload_id, dtype, shape = header
+            size_bytes = math.prod(shape) * dtype.itemsize
+            inline = self._message[HEADER_BYTES:]
+            if inline and len(inline) != size_bytes:
+                self._fail(self._wrong_elements(header))
+                return
             mismatch = self._mismatch(shape, dtype)
-            if mismatch is not None and 0 not in shape:
-                self._check_cancelled(tag, partial(self._refuse_payload, shape, dtype, tag, mismatch))
-                return
-            if mismatch is not None:
-                self._fail(mismatch)
-                return
-            if self._target is None:
+            if mismatch is None and self._target is None:
                 self._target = prepare_out(None, shape, dtype)
-            if not self._target.flat.numel():
-                self.end()
+            if len(inline) == size_bytes:
+                self._take_inline(inline, mismatch)
+                return
+            tag = channel_tag(Channel.TENSOR_PAYLOAD, payload_id)
+            if mismatch is not None:
+                self._check_cancelled(header, mismatch)
             else:
-                self._start_payload(bytes_of(self._target.flat), tag, partial(self._take_payload, shape, dtype, tag))
+                assert self._target is not None
+                self._start_payload(bytes_of(self._target.flat), tag, partial(self._take_payload, header))
         except Exception as error:  # noqa: BLE001 - wait() raises it
             self._fail(error)
 
     def _read_header(self) -> TensorHeader:
-        header = TensorHeader.unpack(self._header)
+        if len(self._message) < HEADER_BYTES:
+            raise self._protocol_error("a message that is not a tensor")
+        header = TensorHeader.unpack(self._message)
         if header is None:
-            raise ProtocolError(
-                f"rank {self.peer} of group {self._group.name!r} sent the header of an impossible tensor",
-                ranks=(self.peer,),
-            )
+            raise self._protocol_error("the header of an impossible tensor")
         return header
+
+    def _protocol_error(self, what: str) -> ProtocolError:
+        return ProtocolError(f"rank {self.peer} of group {self._group.name!r} sent {what}", ranks=(self.peer,))
+
+    def _wrong_elements(self, header: TensorHeader) -> ProtocolError:
+        return self._protocol_error(f"elements that are not those of its {header.dtype} tensor of shape {header.shape}")
+
+    def _check_open(self) -> None:
+        """Raise if the receive was cancelled, and leave its tensor to the next one; the caller holds the lock."""
+        if self._cancelled:
+            self._leave_unclaimed()
+            raise DistributedTimeoutError("the receive was cancelled")
+
+    def _leave_unclaimed(self) -> None:
+        unclaimed_tensors(self._group).keep(self._tag, self.peer, bytes(self._message))
+
+    def _take_inline(self, inline: memoryview, mismatch: DistributedError | None) -> None:
+        with self._starting:
+            self._check_open()
+            self._is_complete = True
+            if mismatch is None and inline:
+                assert self._target is not None
+                bytes_of(self._target.flat)[:] = inline
+        if mismatch is not None:
+            raise mismatch
+        self.end()
 
     def _start_payload(self, buffer: Buffer, tag: int, then: Callable[[Request], None]) -> None:
         with self._starting:
-            if self._cancelled:
-                unclaimed_headers(self._group).keep(self._tag, self.peer, bytes(self._header))
-                raise DistributedTimeoutError("the receive was cancelled")
+            self._check_open()
             payload = self._payload = self._group.irecv(buffer, self.peer, tag=tag)
         payload.add_done_callback(lambda: self._continue(then, payload))
 
@@ -344,40 +388,34 @@ class TensorReceive(BaseRequest):
         except Exception as error:  # noqa: BLE001 - wait() raises it
             self._fail(error)
 
-    def _take_payload(self, shape: tuple[int, ...], dtype: torch.dtype, tag: int, payload: Request) -> None:
+    def _take_payload(self, header: TensorHeader, payload: Request) -> None:
         try:
             payload.wait(0)
         except SizeMismatchError:  # an empty message, if the send was cancelled
-            broken = ProtocolError(
-                f"rank {self.peer} of group {self._group.name!r} sent elements that are not those of its {dtype} tensor"
-                f" of shape {shape}",
-                ranks=(self.peer,),
-            )
-            self._check_cancelled(tag, partial(self._refuse_payload, shape, dtype, tag, broken))
+            self._check_cancelled(header, self._wrong_elements(header))
         else:
             self.end()
 
-    def _check_cancelled(self, tag: int, refuse: Callable[[], None]) -> None:
-        """Start anew if the send was cancelled, else call ``refuse()``, which raises.
+    def _check_cancelled(self, header: TensorHeader, error: DistributedError) -> None:
+        """Start anew if the send was cancelled, else receive the unwanted payload and raise ``error``.
 
         A receive of zero bytes takes the empty message of a cancelled send, and fails at once on a payload or an offer.
         """
+        tag = channel_tag(Channel.TENSOR_PAYLOAD, header.payload_id)
 
         def then(payload: Request) -> None:
             try:
                 payload.wait(0)
             except SizeMismatchError:
-                refuse()
+                # The sender of a large payload would wait for its whole timeout.
+                with contextlib.suppress(RuntimeError):  # no memory for it, or the group has ended
+                    unwanted = prepare_out(None, header.shape, header.dtype).flat
+                    self._group.irecv(bytes_of(unwanted), self.peer, tag=tag)
+                raise error from None
             else:
                 self._restart()
 
         self._start_payload(bytearray(), tag, then)
-
-    def _refuse_payload(self, shape: tuple[int, ...], dtype: torch.dtype, tag: int, error: DistributedError) -> None:
-        """Receive an unwanted payload, or its sender waits for its whole timeout if it is large; then raise."""
-        with contextlib.suppress(RuntimeError):  # no memory for it, or the group has ended
-            self._group.irecv(bytes_of(prepare_out(None, shape, dtype).flat), self.peer, tag=tag)
-        raise error
 
     def _mismatch(self, shape: tuple[int, ...], dtype: torch.dtype) -> SizeMismatchError | None:
         """Return the error of an unexpected tensor, or None."""
@@ -394,10 +432,10 @@ class TensorReceive(BaseRequest):
         """Start anew, after the empty message of a cancelled send.
 
         The next header and its payload may have come already, and be cancelled, too: then this is called from within
-        itself, and leaves the restart to the outer loop, for any payload_id of them may follow each other.
+        itself, and leaves the restart to the outer loop, for any number of them may follow each other.
         """
         with self._starting:
-            self._payload = self._header_request = None
+            self._payload = self._first = None
             self.peer, self._target = self._source, self._given_target
             self._num_restarts += 1
             if self._num_restarts > 1:
@@ -408,89 +446,3 @@ class TensorReceive(BaseRequest):
                 self._num_restarts -= 1
                 if not self._num_restarts:
                     return
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """A send for `batch`: ``tensor`` to rank ``dst``, under ``tag``."""
-
-    tensor: torch.Tensor
-    dst: int
-    tag: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Recv:
-    """A receive for `batch`: into ``tensor`` from rank ``src`` (or `ANY_SOURCE`), under ``tag``."""
-
-    tensor: torch.Tensor
-    src: int
-    tag: int = 0
-
-
-def batch_on_host(operations: Sequence[Send | Recv], group: Backend, timeout: float) -> list[int]:
-    """`batch` of checked operations on the host."""
-    receives: dict[int, TensorReceive] = {}
-    requests: list[Request] = []
-    try:
-        for i, operation in enumerate(operations):
-            if isinstance(operation, Recv):
-                receives[i] = receive_into(group, operation)
-                requests.append(receives[i])
-        for operation in operations:
-            if isinstance(operation, Send):
-                requests.extend(start_send(group, operation.tensor, operation.dst, operation.tag))
-    except BaseException:
-        for request in requests:
-            request.cancel()
-        raise
-    what = ", ".join(
-        f"send to {peer_name(op.dst)}" if isinstance(op, Send) else f"recv from {peer_name(op.src)}"
-        for op in operations
-    )
-    wait_for(requests, Deadline(timeout), group, what)
-    for receive in receives.values():
-        receive.finish()
-    return [op.dst if isinstance(op, Send) else receives[i].peer for i, op in enumerate(operations)]
-
-
-def receive_into(group: Backend, operation: Recv) -> TensorReceive:
-    """Start a checked receive."""
-    tensor = operation.tensor
-    with torch.no_grad():
-        target = prepare_out(tensor, tensor.shape, tensor.dtype)
-    return TensorReceive(group, operation.src, operation.tag, shape=tensor.shape, dtype=tensor.dtype, target=target)
-
-
-def wait_for(requests: list[Request], deadline: Deadline, group: Backend, what: str) -> None:
-    """Wait for all requests; warns about stragglers, and names ``what`` in the error when the deadline passes."""
-
-    def warn(waiting: list[Request]) -> None:
-        receives = [request for request in waiting if isinstance(request, TensorReceive)]
-        sends = {request.peer for request in waiting if not isinstance(request, TensorReceive)}
-        stragglers = sends | {request.peer for request in receives if not request.is_coming}
-        warn_about_late_peers(
-            what,
-            sorted(stragglers - {ANY_SOURCE}),
-            is_sent=len(receives) < len(waiting),
-            group=group.name,
-            rank=group.rank,
-            elapsed=Elapsed.of(deadline),
-        )
-
-    try:
-        wait_all(requests, deadline, warn)
-    except DistributedTimeoutError as error:
-        if group.failure is not None:
-            raise
-        raise DistributedTimeoutError(
-            f"{what} on group {group.name!r}: not done after {deadline.elapsed():.2f} s of"
-            f" {deadline.timeout:g} s allowed{error.detail} (rank {group.rank}). The other side has not made the"
-            " matching call.",
-            ranks=tuple(rank for rank in error.ranks if rank != ANY_SOURCE),
-        ) from None
-
-
-def peer_name(rank: int) -> str:
-    """A peer in messages of errors."""
-    return "any rank" if rank == ANY_SOURCE else f"rank {rank}"

@@ -12,7 +12,8 @@ from ferrodist import deadline
 from ferrodist.backends.request import wait_all
 from ferrodist.backends.stragglers import is_speaker
 from ferrodist.backends.tags import Channel, channel_tag
-from ferrodist.collectives.tensor_protocol import TensorHeader, payload_ids, receive_into, start_payload, wait_for
+from ferrodist.collectives.host_p2p import receive_into, wait_for
+from ferrodist.collectives.tensor_protocol import TensorHeader, payload_ids, start_payload
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import MemoryStore
 from ferrodist.rendezvous.roll_call import JoinRequest, await_all, claim_rank, note_rejection
@@ -148,9 +149,9 @@ def test_who_has_begun_to_send_is_not_late(warned):
         if group.rank == 1:
             number = next(payload_ids(group))
             head = TensorHeader(number, LARGE.dtype, tuple(LARGE.shape)).pack()
-            group.send(head, 0, tag=channel_tag(Channel.TENSOR_HEAD, 0))
+            group.send(head, 0, tag=channel_tag(Channel.TENSOR, 0))
             fd.recv(None, None, 0, tag=1)
-            wait_all(start_payload(group, LARGE, 0, number), Deadline(_PATIENCE))
+            wait_all([start_payload(group, LARGE, 0, number)], Deadline(_PATIENCE))
             return True
         receive = receive_into(group, fd.Recv(torch.empty_like(LARGE), 1))
         deadline = Deadline(_PATIENCE)

@@ -124,7 +124,7 @@ def test_heads_of_tensors_that_cannot_be(head: bytes) -> None:
 
     def on_rank(group: Backend) -> None:
         if group.rank == 0:
-            group.send(head, 1, tag=channel_tag(Channel.TENSOR_HEAD, 0))
+            group.send(head, 1, tag=channel_tag(Channel.TENSOR, 0))
         else:
             assert len(head) == HEADER_BYTES
             with pytest.raises(fd.ProtocolError) as caught:
@@ -232,8 +232,8 @@ def test_heads_of_tensors_that_no_machine_has_room_for(shape: tuple[int, ...], r
     def on_rank(group: Backend) -> None:
         if group.rank == 0:
             head = TensorHeader(7, torch.float32, shape).pack()
-            group.send(head, 1, tag=channel_tag(Channel.TENSOR_HEAD, 0))
-            group.send(bytes(8), 1, tag=channel_tag(Channel.TENSOR_BODY, 7))
+            group.send(head, 1, tag=channel_tag(Channel.TENSOR, 0))
+            group.send(bytes(8), 1, tag=channel_tag(Channel.TENSOR_PAYLOAD, 7))
             return
         calls: dict[str, Callable[[], object]] = {
             "recv": lambda: fd.recv(None, None, 0),
@@ -252,8 +252,8 @@ def test_payloads_that_do_not_fit_their_header() -> None:
 
     def on_rank(group: Backend) -> None:
         if group.rank == 0:
-            group.send(TensorHeader(7, torch.float32, (3,)).pack(), 1, tag=channel_tag(Channel.TENSOR_HEAD, 0))
-            group.send(bytes(5), 1, tag=channel_tag(Channel.TENSOR_BODY, 7))
+            group.send(TensorHeader(7, torch.float32, (3,)).pack(), 1, tag=channel_tag(Channel.TENSOR, 0))
+            group.send(bytes(5), 1, tag=channel_tag(Channel.TENSOR_PAYLOAD, 7))
             return
         with pytest.raises(fd.ProtocolError, match="elements that are not those of its") as caught:
             fd.recv((3,), torch.float32, 0)
@@ -279,10 +279,10 @@ def test_a_cancelled_receive_leaves_the_tensor_alone() -> None:
             else:
                 number = 10_000 + count
                 head = TensorHeader(number, torch.float32, (count,)).pack()
-                group.send(head, 1, tag=channel_tag(Channel.TENSOR_HEAD, tag))
+                group.send(head, 1, tag=channel_tag(Channel.TENSOR, tag))
                 group.send(b"x", 1, tag=2)
                 group.recv(bytearray(1), 1, tag=3)
-                body = group.isend(torch.ones(count).numpy(), 1, tag=channel_tag(Channel.TENSOR_BODY, number))
+                body = group.isend(torch.ones(count).numpy(), 1, tag=channel_tag(Channel.TENSOR_PAYLOAD, number))
                 fd.barrier()
                 body.cancel()
 

@@ -17,7 +17,7 @@ from ferrodist.backends.native import is_native_available
 from ferrodist.backends.native.binding import _DTYPES
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.collectives.tensor_protocol import TensorHeader, unclaimed_headers
+from ferrodist.collectives.tensor_protocol import TensorHeader, unclaimed_tensors
 from ferrodist.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -279,30 +279,30 @@ def test_timeouts_are_not_counted_twice():
 
 
 @pytest.mark.parametrize("way", ["short", "long"])
-def test_unclaimed_headers_go_to_the_next_receive(way):
+def test_unclaimed_tensors_go_to_the_next_receive(way):
     """A receive whose payload is late leaves the header to the next receive, on either path."""
     number = 10_000
 
     def program(group):
         if group.rank == 0:
             head = TensorHeader(number, torch.float32, (3,)).pack()
-            group.send(head, 1, tag=channel_tag(Channel.TENSOR_HEAD, 5))
+            group.send(head, 1, tag=channel_tag(Channel.TENSOR, 5))
             fd.barrier()
-            group.send(torch.ones(3).numpy().tobytes(), 1, tag=channel_tag(Channel.TENSOR_BODY, number))
+            group.send(torch.ones(3).numpy().tobytes(), 1, tag=channel_tag(Channel.TENSOR_PAYLOAD, number))
             fd.send(torch.zeros(3), 1, tag=5)
         else:
             into = torch.zeros(3)
             with pytest.raises(fd.DistributedTimeoutError):
                 fd.recv_into(into, 0, tag=5, timeout=0.05)
-            assert unclaimed_headers(group).may_contain(5)
-            assert not unclaimed_headers(group).may_contain(6)
+            assert unclaimed_tensors(group).may_contain(5)
+            assert not unclaimed_tensors(group).may_contain(6)
             fd.barrier()
             if way == "short":
                 assert fd.recv_into(into, 0, tag=5) == 0
             else:
                 fd.batch([fd.Recv(into, 0, tag=5)])
             assert into.all()
-            assert not unclaimed_headers(group).may_contain(5)
+            assert not unclaimed_tensors(group).may_contain(5)
             with _way(group, "short"):
                 fd.recv_into(into, 0, tag=5)
             assert not into.any()

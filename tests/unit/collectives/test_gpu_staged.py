@@ -22,8 +22,8 @@ from ferrodist.collectives.cuda import CopyPipeline, NotReachedError, Segment, S
 from ferrodist.collectives.engines import gpu_staged, select
 from ferrodist.collectives.engines.gpu_staged import HostStagedEngine, HostStagedP2P
 from ferrodist.collectives.engines.host import host_engine_of
+from ferrodist.collectives.host_p2p import Recv, Send
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_reduction, premultiplied_sum
-from ferrodist.collectives.tensor_protocol import Recv, Send
 from ferrodist.collectives.work import PreparedCall, submit
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks

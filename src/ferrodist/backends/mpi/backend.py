@@ -21,7 +21,7 @@ from ferrodist.backends.mpi.runtime import check_job, library_version
 from ferrodist.backends.mpi.transport import FrameTransport, ProgressThread, QueuedFrame
 from ferrodist.backends.mpi.verification import MpiVerifier
 from ferrodist.backends.mpi.wire import MAX_PAYLOAD, Frame
-from ferrodist.backends.request import Request, Stragglers, answer_seconds
+from ferrodist.backends.request import Stragglers, answer_seconds
 from ferrodist.backends.tags import group_of_tag
 from ferrodist.deadline import Deadline, check_timeout, resolve_timeout
 from ferrodist.errors import (
@@ -195,10 +195,10 @@ class MpiBackend(FramedBackend):
 
     # Receiving.
 
-    def _post(self, buffer: memoryview, source: int, tag: int) -> Request:
+    @override
+    def _make_receive(self, buffer: memoryview, source: int, tag: int) -> Receive:
         receive = _Receive(self._mailbox, buffer, source, tag)
         receive.backend = self
-        self._mailbox.post(receive, partial(self.refusal, tag, source))
         return receive
 
     def progress_until(self, done: Callable[[], bool], timeout: float) -> bool:

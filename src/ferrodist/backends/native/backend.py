@@ -197,6 +197,7 @@ class NativeBackend(ControlPlaneBackend):
 
     isend: Any = Delegated("_messages")
     irecv: Any = Delegated("_messages")
+    irecv_up_to: Any = Delegated("_messages")
     listen: Any = Delegated("_messages")
     signal: Any = Delegated("_messages")
 

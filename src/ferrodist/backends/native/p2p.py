@@ -23,7 +23,16 @@ from ferrodist.backends.base import check_peer, given_up_error
 from ferrodist.backends.group_observer import EndReason, GroupObserver, PeerExit
 from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.native.binding import load
-from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, Stragglers, WaitEvent, answer_seconds
+from ferrodist.backends.request import (
+    OnEnd,
+    OnMessages,
+    PersistentRecv,
+    Request,
+    SizedRequest,
+    Stragglers,
+    WaitEvent,
+    answer_seconds,
+)
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, ProtocolError
@@ -47,7 +56,7 @@ _TAG_BITS = 128
 _LOW_64 = (1 << 64) - 1
 
 _Ending = tuple[int, int, int, int]
-"""The end of a transfer: outcome, peer, size in bytes of a message of the wrong size, id of the reason."""
+"""The end of a transfer: outcome, peer, size in bytes of the message of a receive, id of the reason."""
 
 
 class _Outcome(IntEnum):
@@ -88,6 +97,11 @@ class _NativeRequest:
     def error(self) -> DistributedError | None:
         """The error that the transfer has ended with, if any."""
         return self._p2p.ending_error(self._request.outcome(), self._group_id, self._size_bytes)
+
+    @property
+    def message_bytes(self) -> int:
+        """Size of the message, once the request is done."""
+        return int(self._request.outcome()[2])
 
     def wait(self, timeout: float) -> int:
         """Block until done; see `Request.wait`."""
@@ -151,6 +165,13 @@ class NativeP2P(GroupObserver):
 
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
         """Start `Backend.recv` and return immediately."""
+        return self._start_recv(buffer, src, tag, accepts_shorter=False)
+
+    def irecv_up_to(self, buffer: Buffer, src: int, *, tag: int = 0) -> SizedRequest:
+        """Start to receive a message that may be shorter than ``buffer``; see `Backend.irecv_up_to`."""
+        return self._start_recv(buffer, src, tag, accepts_shorter=True)
+
+    def _start_recv(self, buffer: Buffer, src: int, tag: int, *, accepts_shorter: bool) -> _NativeRequest:
         control = self._control
         src = check_peer(control, src, any_source=True)
         view = mailbox.write_view(buffer)
@@ -158,7 +179,7 @@ class NativeP2P(GroupObserver):
         failure = control.failure_of(group_id)
         if failure is not None:
             raise failure.fresh()
-        request = self._engine.start_recv(view, src, group_id, tag & _LOW_64)
+        request = self._engine.start_recv(view, src, group_id, tag & _LOW_64, accepts_shorter)
         if not request.done():
             error = control.refusal(tag, src)
             if error is not None:

@@ -25,7 +25,7 @@ COVERED_BYTES = 16 * 1024
 """Size in bytes up to which the tag covers users' data in a frame: it takes 20 us, and a call 100. For 8 MiB the tags
 would take several times as long as the transfer."""
 
-_USERS_CHANNELS = frozenset({Channel.BYTES, Channel.DATA, Channel.TENSOR_BODY})
+_USERS_CHANNELS = frozenset({Channel.BYTES, Channel.DATA, Channel.TENSOR_PAYLOAD})
 
 MAX_MESSAGE = 1 << 48  # maximum size of a message in bytes
 

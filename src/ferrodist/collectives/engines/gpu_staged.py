@@ -29,10 +29,10 @@ from ferrodist.collectives.arguments import flatten, writing_to
 from ferrodist.collectives.cuda import SEGMENT_BYTES, CopyPipeline, NotReachedError, wait_until_passed
 from ferrodist.collectives.engines.gpu_staged_plan import StagedOp
 from ferrodist.collectives.engines.host import attached_to, host_engine_of
+from ferrodist.collectives.host_p2p import Recv, Send, batch_on_host
 from ferrodist.collectives.payloads import dtype_text, unpack_payloads
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
 from ferrodist.collectives.symmetric_memory import empty_symmetric
-from ferrodist.collectives.tensor_protocol import Recv, Send, batch_on_host
 from ferrodist.deadline import Deadline, Elapsed
 from ferrodist.errors import BackendUnavailable, DistributedError, DistributedTimeoutError, GroupClosedError
 

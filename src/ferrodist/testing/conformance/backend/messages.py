@@ -190,6 +190,31 @@ def a_message_that_does_not_fit_stays(group: Backend) -> None:
 
 
 @rank_check()
+def a_message_may_be_shorter_than_its_buffer(group: Backend) -> None:
+    """`irecv_up_to` takes a message of up to the buffer's size, says how long it is, and leaves the buffer's rest."""
+    if not group.inline_limit:  # a backend without it
+        return
+    for size in (0, 1, 99, 100):
+        if group.rank == 0:
+            group.send(pattern(size), 1, timeout=TIMEOUT)
+        elif group.rank == 1:
+            buffer = bytearray(b"\xee" * 100)
+            request = group.irecv_up_to(buffer, 0)
+            assert request.wait(TIMEOUT) == 0, "irecv_up_to returned another rank than the sender"
+            assert request.message_bytes == size, f"a message of {size} bytes came as {request.message_bytes}"
+            check_bytes(buffer, pattern(size) + b"\xee" * (100 - size), f"{size} bytes in a buffer of 100")
+    if group.rank == 0:
+        group.send(pattern(101), 1, timeout=TIMEOUT)
+    elif group.rank == 1:
+        error_of(
+            SizeMismatchError,
+            lambda: group.irecv_up_to(bytearray(100), 0).wait(TIMEOUT),
+            "irecv_up_to of 101 bytes into 100",
+        )
+        check_bytes(receive(group, 0, 101), pattern(101), "the message after the mismatch")
+
+
+@rank_check()
 def threads_share_a_handle(group: Backend) -> None:
     """Several threads of a rank may use its handle at the same time, each with a tag of its own."""
     num_threads = 4

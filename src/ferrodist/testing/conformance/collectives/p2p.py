@@ -48,6 +48,29 @@ def tensors_of_every_dtype(group: Backend) -> None:
         check_bits(into, torch.arange(_LARGE).view(-1, 2), "a large tensor received into a transposed one")
 
 
+def sizes_around_the_inline_limit(group: Backend) -> None:
+    """Tensors of every dtype with elements just below, at, and just above the limit of one message arrive in order."""
+    rank, last, limit = group.rank, group.world_size - 1, group.inline_limit
+    if last == 0:
+        return
+    tensors = [elements(torch.uint8, size, 0, seed=size) for size in (1, 7, limit - 1, limit, limit + 1) if size > 0]
+    for dtype in DTYPES:
+        most = limit // dtype.itemsize
+        tensors += [elements(dtype, count, 0, seed=count) for count in (most - 1, most, most + 1) if count > 0]
+    if rank == 0:
+        for tensor in tensors:
+            fd.send(tensor, last, tag=3)
+        fd.batch([fd.Send(tensor, last, tag=4) for tensor in tensors])
+        return
+    if rank == last:
+        for tensor in tensors:
+            check_bits(fd.recv(None, None, 0, tag=3), tensor, "a tensor around the inline limit")
+        found = [torch.empty_like(tensor) for tensor in tensors]
+        fd.batch([fd.Recv(into, 0, tag=4) for into in found])
+        for into, tensor in zip(found, tensors, strict=True):
+            check_bits(into, tensor, "a tensor of a batch around the inline limit")
+
+
 def tags_keep_messages_apart(group: Backend) -> None:
     """A receive takes the first tensor with its tag; those of one tag stay in order, small and large mixed."""
     rank, last = group.rank, group.world_size - 1
