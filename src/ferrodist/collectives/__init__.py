@@ -11,5 +11,5 @@
     engines/           who moves the bytes, by device           cuda.py            copies between GPU and host
     tensor_protocol.py  a tensor as header and payload          serialization.py   nested values as messages
     pytree.py          nested values as lists of tensors        payloads.py        decoding of what ranks share
-    profiling.py       calls in torch's profiler
+    profiling.py       calls in torch's profiler                host_p2p.py        several host tensors at once
 """
