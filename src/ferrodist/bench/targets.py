@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ferrodist.bench.environments import EmulatedHosts
 
 _POLL_INTERVAL_SECONDS = 0.1
+_START_TIMEOUT_SECONDS = 90.0
 _EXIT_TIMEOUT_SECONDS = 5.0
 _REQUEST_TIMEOUT_SECONDS = 180.0
 _MAX_LOG_CHARACTERS = 400
@@ -64,7 +65,7 @@ class Runner:
 class RankGroup:
     """The ranks of one peer, each a process that serves requests.
 
-    ``folder`` is an empty one of its own. All ranks must have joined ``timeout`` seconds after they can start, else
+    ``folder`` is created, for the peer alone. All ranks must have joined ``timeout`` seconds after they can start, else
     PeerFailedError is raised. A call that takes longer than ``max_seconds`` is not repeated, and larger sizes are not
     tried. ``log`` gets a line for the user before a long step. ``hosts`` None is this host.
     """
@@ -75,10 +76,10 @@ class RankGroup:
         num_ranks: int,
         *,
         folder: Path,
-        timeout: float,
         max_seconds: float,
         log: Callable[[str], None],
         hosts: EmulatedHosts | None = None,
+        timeout: float = _START_TIMEOUT_SECONDS,
     ) -> None:
         self.peer, self.num_ranks = peer, num_ranks
         self.versions: dict[str, str] = {}
@@ -88,6 +89,7 @@ class RankGroup:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pidfds: list[int] = []  # of the ranks: an MPI's launcher has ranks that are not our children
         self._connections: list[Connection] = []
+        folder.mkdir()
         commands = start_commands(peer, num_ranks, folder, log, hosts)
         self.command = commands[0]
         environment, null = rank_environment(os.environ, peer, hosts), subprocess.DEVNULL
@@ -278,12 +280,12 @@ class RankRunner(Runner):
 
     def _run_calls(self, num_calls: int) -> float:
         """Run a batch; returns the seconds of a call, those of the slowest rank."""
-        operation, address = self._case.operation, None
+        operation, init_method = self._case.operation, ""
         if operation is Operation.INIT:
             with socket.socket() as probe:  # a port that was free just now
                 probe.bind(("127.0.0.1", 0))
-                address = f"127.0.0.1:{probe.getsockname()[1]}"
-        answers = self._request_batch(num_calls, address)
+                init_method = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        answers = self._request_batch(num_calls, init_method)
         # Groups: from the first rank's call to the last one's return. Copies, too, as they don't wait for each other:
         # ranks that share a processor may copy one after the other.
         as_one = operation in GROUP_CREATIONS or self._group.peer is Peer.LIMIT
@@ -298,9 +300,9 @@ class RankRunner(Runner):
             self.parts.setdefault(name, []).append(seconds)
         return float(times["together"] / max(times["alone"], times["computing"]))
 
-    def _request_batch(self, num_calls: int, address: str | None = None) -> list[dict[str, Any]]:
+    def _request_batch(self, num_calls: int, init_method: str = "") -> list[dict[str, Any]]:
         self._num_batches += 1
-        message = {"do": "batch", "num_calls": num_calls, "batch": self._num_batches, "address": address}
+        message = {"do": "batch", "num_calls": num_calls, "batch": self._num_batches, "init_method": init_method}
         answers = self._group.request(message)
         for answer in answers:
             if answer["wrong"]:

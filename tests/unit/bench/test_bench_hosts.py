@@ -6,6 +6,9 @@ import subprocess
 
 import pytest
 
+pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
+pytest.importorskip("rich", reason="the extra 'bench' is not installed")
+
 from ferrodist.bench import environments
 from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import Case, Operation

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
+pytest.importorskip("rich", reason="the extra 'bench' is not installed")
+
 from ferrodist.bench import foreign, targets
 from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import BenchOptions, Case, Operation, Peer, Suite
@@ -49,7 +52,7 @@ def start(monkeypatch, tmp_path, program, *, num_ranks=2, timeout=20.0, max_seco
         return [[sys.executable, "-c", program, str(folder / "socket"), str(rank)] for rank in range(num_ranks)]
 
     monkeypatch.setattr(targets, "start_commands", commands)
-    group = RankGroup(peer, num_ranks, folder=tmp_path, timeout=timeout, max_seconds=max_seconds, log=print)
+    group = RankGroup(peer, num_ranks, folder=tmp_path / "peer", timeout=timeout, max_seconds=max_seconds, log=print)
     return contextlib.closing(group)
 
 
@@ -141,7 +144,7 @@ def test_a_message_takes_half_of_the_round_trip(monkeypatch, tmp_path):
 
 def test_group_creation_is_timed_from_the_first_start(monkeypatch, tmp_path):
     """Until the last end, one group a batch, each with a rendezvous address of its own."""
-    program = SERVE.replace("WRONG", "None if message['address'].startswith('127.0.0.1:') else 'no address'")
+    program = SERVE.replace("WRONG", "None if message['init_method'].startswith('tcp://127.0.0.1:') else 'no address'")
     with start(monkeypatch, tmp_path, program) as group:
         report, _ = measure([group], Case(operation=Operation.INIT, num_ranks=2))
     assert report.failures == {}
@@ -203,7 +206,7 @@ def test_a_foreign_interpreter_needs_the_standard_library_only():
     done = subprocess.run(
         [sys.executable, "-I", "-S", foreign.__file__, "worker", "--help"], capture_output=True, text=True, check=True
     )
-    assert "--socket" in done.stdout
+    assert "--folder" in done.stdout
 
 
 def test_each_peer_has_its_start_commands(monkeypatch, tmp_path):
@@ -214,14 +217,14 @@ def test_each_peer_has_its_start_commands(monkeypatch, tmp_path):
     monkeypatch.setattr("ferrodist.bench.environments.obtain_environment", lambda library, log: Path("/x"))
     (mpi,) = start_commands(Peer.OPENMPI_SINGLE, 4, **options)
     assert mpi[0] == "/x/bin/mpiexec"
-    assert mpi[mpi.index("-n") + 1 : mpi.index("--socket")] == ["4", "/x/bin/python", foreign.__file__, "worker"]
+    assert mpi[mpi.index("-n") + 1 : mpi.index("--folder")] == ["4", "/x/bin/python", foreign.__file__, "worker"]
     hosts = EmulatedHosts.__new__(EmulatedHosts)
     hosts._names, hosts.addresses, hosts.secret = ["a", "b"], ["10.0.0.1", "10.0.0.2"], "s"
     spread = start_commands(Peer.GLOO, 4, **options, hosts=hosts)
     assert [command[:4] for command in spread] == [["ip", "netns", "exec", name] for name in "aabb"]
-    addresses = [command[command.index("--address") + 1] for command in (spread[0], spread[3])]
-    assert addresses == [hosts.rendezvous_address(Peer.GLOO)] * 2
-    assert hosts.rendezvous_address(Peer.GLOO) != hosts.rendezvous_address(Peer.NATIVE)
+    addresses = [command[command.index("--init-method") + 1] for command in (spread[0], spread[3])]
+    assert addresses == [hosts.init_method(Peer.GLOO)] * 2
+    assert hosts.init_method(Peer.GLOO) != hosts.init_method(Peer.NATIVE)
     (mpi,) = start_commands(Peer.OPENMPI, 3, **options, hosts=hosts)
     assert mpi[mpi.index("--host") + 1] == "10.0.0.1:2,10.0.0.2:1"
     assert mpi[mpi.index("plm_ssh_agent") + 1] == str(tmp_path / "agent")

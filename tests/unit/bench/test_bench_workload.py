@@ -20,9 +20,8 @@ from ferrodist.bench.adapters.base import (
     UnsupportedError,
 )
 from ferrodist.bench.adapters.ferrodist import SymmetricArrays
-from ferrodist.bench.cases import Case, DataType, Operation
-from ferrodist.bench.worker import open_timer
-from ferrodist.bench.workload import MatmulLoad, Workload, max_calls_in_place, num_buffers
+from ferrodist.bench.cases import Case, DataType, Operation, Peer
+from ferrodist.bench.worker import MatmulLoad, Workload, max_calls_in_place, num_buffers, open_timer
 from ferrodist.testing import run_ranks
 
 MOVING = [
@@ -43,8 +42,6 @@ class Recorder:
     def make_call(self, case, source, target):
         self.pairs.append((source, target))
         return len(self.pairs) - 1
-
-    make_start = make_call
 
 
 def collect(case, arrays):
@@ -166,7 +163,7 @@ def test_symmetric_arrays_are_in_shared_memory():
 
 def test_the_limit_copies(tmp_path):
     """Alone: its barrier lets it pass, every collective is a copy of the whole tensor, and a barrier is not offered."""
-    adapter = MemoryCopyAdapter(RankInfo(rank=0, num_ranks=1, folder=tmp_path))
+    adapter = MemoryCopyAdapter(RankInfo(peer=Peer.LIMIT, rank=0, num_ranks=1, folder=tmp_path))
     workload = Workload(adapter, Case(operation=Operation.REDUCE_SCATTER, num_ranks=1, size_bytes=5000))
     adapter.barrier()
     for call in workload.begin_batch(3, 1):
@@ -197,7 +194,7 @@ class Alone:
     def __init__(self, error=0):
         self.arrays, self.error, self.log = NumpyArrays(), error, []
 
-    def make_start(self, case, source, target):
+    def make_call(self, case, source, target):
         def start():
             self.log.append("start")
             source[:] = 2 * source + 2.0**DataType.FLOAT32.start_exponent
@@ -236,7 +233,7 @@ def run_alone(tmp_path, operation, num_calls, *, error=0):
     adapter, barrier = Alone(error), FileBarrier(tmp_path / f"{operation.value}{error}", 0, 1)
     timer = open_timer(adapter, Case(operation=operation, num_ranks=2, size_bytes=8), barrier)
     adapter.log.clear()
-    answer = timer.run({"num_calls": num_calls, "batch": 1, "address": "host:1"})
+    answer = timer.run({"num_calls": num_calls, "batch": 1, "init_method": "tcp://host:1"})
     barrier.close()
     return adapter.log, answer
 
@@ -296,7 +293,9 @@ def test_nccl_is_measured_to_the_end_of_its_work(monkeypatch, tmp_path):
         return [what for thread, what in list(waits) if thread is threading.current_thread()]
 
     def on_rank(group):
-        adapter = ferrodist_adapter.NcclAdapter(RankInfo(rank=group.rank, num_ranks=2, folder=tmp_path))
+        adapter = ferrodist_adapter.NcclAdapter(
+            RankInfo(peer=Peer.OVER_NCCL, rank=group.rank, num_ranks=2, folder=tmp_path)
+        )
         assert adapter.versions["library"] == "a fake of NCCL"
         barrier = FileBarrier(tmp_path / "groups", group.rank, 2)
         for operation in Operation:
@@ -327,7 +326,7 @@ def test_nccl_ranks_need_a_gpu_each_unless_sharing_is_enabled(monkeypatch, tmp_p
     taken = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    places = [RankInfo(rank=rank, num_ranks=3, folder=tmp_path) for rank in range(3)]
+    places = [RankInfo(peer=Peer.OVER_NCCL, rank=rank, num_ranks=3, folder=tmp_path) for rank in range(3)]
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     with pytest.raises(ferrodist.BackendUnavailable, match=r"3 ranks need as many GPUs, and torch sees 2: .*ENABLE=1"):
         ferrodist_adapter._select_gpu(places[0])

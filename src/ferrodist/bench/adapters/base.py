@@ -12,7 +12,7 @@ import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ferrodist.bench.cases import Case, DataType, Operation
+from ferrodist.bench.cases import Case, DataType, Operation, Peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -78,15 +78,16 @@ class UnsupportedError(Exception):
 class RankInfo:
     """A rank of a peer, and where it meets the others."""
 
+    peer: Peer
     rank: int  # MPI ranks learn theirs from the library instead
     num_ranks: int
-    folder: Path  # the peer's own and empty at first, for the files of the rendezvous
-    address: str | None = None  # the rendezvous "host:port" of ranks on several hosts; on one host a file does
+    folder: Path  # the peer's own, for the files of the rendezvous
+    init_method: str = ""  # the URL of the rendezvous of ranks on several hosts
 
     @property
-    def init_method(self) -> str:
+    def rendezvous(self) -> str:
         """The URL of the rendezvous, as torch and ferrodist write it."""
-        return f"file://{self.folder / 'meeting'}" if self.address is None else f"tcp://{self.address}"
+        return self.init_method or f"file://{self.folder / 'meeting'}"
 
 
 class Adapter:
@@ -105,14 +106,10 @@ class Adapter:
     new_group: Callable[[], Any]  # creates another group of all ranks
     destroy_subgroup: Callable[[Any], object]
     allreduce: Callable[[Any, Any], object]  # in place, over a group that `new_group` has created or the default (None)
-    wait: Callable[[Any], object]  # for a work that `make_start`'s callable has started
+    wait: Callable[[Any], object]  # for a work, which the callable of an `ASYNCHRONOUS` operation returns
 
-    def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
+    def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
         """A callable for the operation, in place if ``target`` is ``source``; UnsupportedError if the library can't."""
-        raise NotImplementedError
-
-    def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
-        """A callable that starts an allreduce in place, and returns a work for `wait`."""
         raise NotImplementedError
 
     def make_exchange(

@@ -12,7 +12,7 @@ from ferrodist.backends.mpi.runtime import library_version
 from ferrodist.backends.nccl.communicator import load_nccl
 from ferrodist.backends.ucc.bindings import load as load_ucc
 from ferrodist.bench.adapters.base import Adapter, Arrays, TorchArrays
-from ferrodist.bench.cases import Case, DataType, Operation, Peer
+from ferrodist.bench.cases import ASYNCHRONOUS, Case, DataType, Operation, Peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,21 +33,21 @@ class SymmetricArrays(TorchArrays):
 class FerrodistAdapter(Adapter):
     """A rank of a ferrodist group."""
 
-    def __init__(self, peer: Peer, info: RankInfo) -> None:
+    def __init__(self, info: RankInfo) -> None:
         torch.set_num_threads(1)
-        self.arrays: Arrays = SymmetricArrays() if peer is Peer.NATIVE_SYMMETRIC else TorchArrays()
-        self.rank, self.num_ranks, self._backend = info.rank, info.num_ranks, peer.backend
+        self.arrays: Arrays = SymmetricArrays() if info.peer is Peer.NATIVE_SYMMETRIC else TorchArrays()
+        self.rank, self.num_ranks, self._backend = info.rank, info.num_ranks, info.peer.backend
         self.barrier, self.new_group, self.destroy_group = fd.barrier, fd.new_group, fd.destroy_process_group
         self.destroy_subgroup = lambda group: group.close()
         self.allreduce = lambda array, group: fd.allreduce(array, out=array, group=group)
         self.wait = lambda work: work.wait()
         self.init_group = self._init_group
-        self.init_group(info.init_method)
+        self.init_group(info.rendezvous)
         self.rank = fd.default_group().rank  # MPI assigns its ranks itself
         self.versions = {"ferrodist": fd.__version__, "torch": str(torch.__version__)}
-        if peer is Peer.OVER_MPI:
+        if info.peer is Peer.OVER_MPI:
             self.versions["library"] = library_version()
-        elif peer is Peer.OVER_UCC:
+        elif info.peer is Peer.OVER_UCC:
             self.versions["library"] = str(load_ucc())
 
     def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
@@ -59,11 +59,9 @@ class FerrodistAdapter(Adapter):
             Operation.ALL_TO_ALL: lambda: fd.all_to_all(source, out=target),
             Operation.BARRIER: fd.barrier,
             Operation.SEND_RECV: self.make_exchange(case, fd.send, fd.recv_into, source, target),
+            **dict.fromkeys(ASYNCHRONOUS, lambda: fd.async_allreduce(source, out=target)),
         }
         return calls[case.operation]
-
-    def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
-        return lambda: fd.async_allreduce(source, out=target)
 
     def _init_group(self, init_method: str) -> None:
         if self._backend == "mpi":
@@ -82,7 +80,7 @@ class NcclAdapter(FerrodistAdapter):
     def __init__(self, info: RankInfo) -> None:
         version = load_nccl().description
         device = _select_gpu(info)
-        super().__init__(Peer.OVER_NCCL, info)
+        super().__init__(info)
         self.arrays: Arrays = TorchArrays(device)
         self.versions["library"] = version
         self.allreduce(self.arrays.from_values([1.0], DataType.FLOAT32), None)  # connects the ranks, or fails now

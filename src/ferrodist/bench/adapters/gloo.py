@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ferrodist.bench.adapters.base import Adapter, Arrays, TorchArrays
-from ferrodist.bench.cases import Case, Operation
+from ferrodist.bench.cases import ASYNCHRONOUS, Case, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ class GlooAdapter(Adapter):
         self.init_group = lambda init_method: dist.init_process_group(
             "gloo", init_method=init_method, rank=self.rank, world_size=self.num_ranks
         )
-        self.init_group(info.init_method)
+        self.init_group(info.rendezvous)
 
     def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
         # Torch renamed both in 2.13.
@@ -45,8 +45,6 @@ class GlooAdapter(Adapter):
             Operation.ALL_TO_ALL: lambda: dist.all_to_all_single(target, source),
             Operation.BARRIER: dist.barrier,
             Operation.SEND_RECV: self.make_exchange(case, dist.send, dist.recv, source, target),
+            **dict.fromkeys(ASYNCHRONOUS, lambda: dist.all_reduce(source, async_op=True)),
         }
         return calls[case.operation]
-
-    def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
-        return lambda: dist.all_reduce(source, async_op=True)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import mpi4py
 
 from ferrodist.bench.adapters.base import Adapter, Arrays, NumpyArrays, UnsupportedError
-from ferrodist.bench.cases import REDUCTIONS, Case, DataType, Operation
+from ferrodist.bench.cases import ASYNCHRONOUS, REDUCTIONS, Case, DataType, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ferrodist.bench.cases import Peer
+    from ferrodist.bench.adapters.base import RankInfo
 
 _THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
 
@@ -24,8 +24,8 @@ class MpiAdapter(Adapter):
         Operation.INIT: "a process makes MPI's world once, when it starts; new_group is MPI_Comm_dup"
     }
 
-    def __init__(self, peer: Peer) -> None:
-        mpi4py.rc.thread_level = "single" if peer.value.endswith("-single") else "multiple"
+    def __init__(self, info: RankInfo) -> None:
+        mpi4py.rc.thread_level = "single" if info.peer.value.endswith("-single") else "multiple"
         from mpi4py import MPI  # noqa: PLC0415 - starts MPI
 
         self._mpi, self._world = MPI, MPI.COMM_WORLD
@@ -57,12 +57,9 @@ class MpiAdapter(Adapter):
             Operation.ALL_GATHER: lambda: world.Allgather(send_parts, receive_parts),
             Operation.ALL_TO_ALL: lambda: world.Alltoall(send_parts, receive_parts),
             Operation.SEND_RECV: self.make_exchange(case, world.Send, world.Recv, send, receive),
+            **dict.fromkeys(ASYNCHRONOUS, lambda: world.Iallreduce(in_place, receive)),
         }
         return calls[case.operation]
-
-    def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
-        world, in_place, receive = self._world, self._mpi.IN_PLACE, self._buffer(case, target)
-        return lambda: world.Iallreduce(in_place, receive)
 
     def _buffer(self, case: Case, array: Any) -> tuple[Any, ...]:
         """An array with its count and datatype, so that mpi4py need not find them at each call."""
