@@ -381,7 +381,7 @@ class RpcClient(PeerListener):
             if self.pending.pop(call_id) is None:  # the caller has the error already
                 return call_id
             pending.release()
-            # An UnsupportedOpError or SizeMismatchError is the caller's fault; other errors mean that the group has ended.
+            # UnsupportedOpError and SizeMismatchError are the caller's fault; others mean that the group has ended.
             is_wrong_argument = isinstance(error, (TypeError, ValueError))
             if isinstance(error, DistributedError) and not is_wrong_argument and self.pending.closed is None:
                 raise lost_error(pending.rank, error) from error
@@ -393,8 +393,8 @@ class RpcClient(PeerListener):
             has_slot = peer.window.acquire(pending.remaining)
         if not has_slot:
             raise DistributedTimeoutError(
-                f"rank {pending.rank} has had most_outstanding calls without a result for {pending.timeout:g} s: pass a longer"
-                " timeout, or make the agents with a larger most_outstanding",
+                f"rank {pending.rank} has had most_outstanding calls without a result for {pending.timeout:g} s: pass a"
+                " longer timeout, or make the agents with a larger most_outstanding",
                 ranks=(pending.rank,),
             )
 

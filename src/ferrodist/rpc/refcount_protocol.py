@@ -4,8 +4,8 @@
 
 [Note: references from third ranks]
 Rank S sends rank R a reference to an object of rank O. Each message with such references is a transfer, and carries a
-number of S's, its *transfer id*. A process of a rank is named by its incarnation; a connection that breaks counts as the
-death of each for the other.
+number of S's, its *transfer id*. A process of a rank is named by its incarnation. A connection that breaks counts as
+the death of each for the other.
 
     S -> O   REGISTER     these references are about to go to that process of R, with this transfer id; O answers
     S -> R   the message; its transfer id is in it
@@ -22,7 +22,8 @@ each names the transfer id, so that none takes more than what it means:
   O gives it when R says MET, as both know then of the connection that the counts belong to.
 - S dies before O has answered: nothing was sent, O forgets it.
 - S dies after that: only R can tell whether the message arrived. O asks: SETTLE. From then on R refuses what arrives
-  with the transfer id, and its next CONFIRM says so, behind references that arrived before. O forgets the rest. So R has a reference that is counted, or a message that it does not accept, whose sender is gone.
+  with the transfer id, and its next CONFIRM says so, behind references that arrived before. O forgets the rest. So
+  R has a reference that is counted, or a message that it does not accept, whose sender is gone.
 - S and R lose each other, and both live: S says so to the owners where it has registered R: LOST, and O asks R.
   Transfer ids grow, so that what S registers for the next connection is not meant.
 - O dies: S can't register, or R has a reference to nothing; the next process of O knows no such object.

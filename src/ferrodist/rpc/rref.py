@@ -15,7 +15,7 @@ FETCH = f"{OWN_NAMES}to_here"
 """(object): the internal call that returns a copy."""
 
 METHOD = f"{OWN_NAMES}RRef."
-"""Followed by a method's name. (id, object, arguments, keywords): call it; with an id, the result stays here."""
+"""Followed by a method's name. (id, object, arguments, keywords): call it; with an id, the owner keeps the result."""
 
 
 class ReferenceId(NamedTuple):

@@ -96,7 +96,7 @@ class GracefulShutdown(PeerListener):
             self._check_open()
             if self._num_coordinators_lost != num_lost_before:
                 raise PeerLostError(
-                    f"rank {_COORDINATOR}, which coordinates draining, is gone, and calls may be under way: close the agent",
+                    f"rank {_COORDINATOR}, which coordinates draining, is gone; calls may go on: close the agent",
                     ranks=(_COORDINATOR,),
                 )
         raise DistributedTimeoutError(
