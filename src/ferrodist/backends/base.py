@@ -14,7 +14,7 @@ import math
 import operator
 import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 from weakref import WeakSet
 
 from typing_extensions import Buffer, Self, override
@@ -49,7 +49,19 @@ from ferrodist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.backends.engine import CollectiveEngine, DataPlane, DeviceP2P, FastPath, HostEngine
+    from ferrodist.backends.interfaces import CollectiveEngine, DataPlane, DeviceP2P, HostEngine
+
+
+class FastPath(NamedTuple):
+    """The compiled objects that take a group's plain calls without the Python layers between.
+
+    native/bindings/fast_path.cpp and `ferrodist.collectives.fast_path` read it.
+    """
+
+    communicator: Any  # None until the group's first collective opens it
+    timeout: float  # the group's, in seconds
+    engine: Any  # makes errors of the communicator's failures
+    p2p: Any
 
 
 class Backend(ABC):

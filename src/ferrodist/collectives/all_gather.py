@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
+from ferrodist.backends.native.binding import compiled
 from ferrodist.collectives.arguments import (
     check_dim,
     check_out,
@@ -21,7 +22,7 @@ from ferrodist.collectives.arguments import (
 )
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.fast_path import fast_all_gather, fast_reduce_scatter, start_all_gather, start_reduce_scatter
+from ferrodist.collectives.fast_path import start_all_gather, start_reduce_scatter
 from ferrodist.collectives.payloads import abort_for_disagreement, check_sizes, unpack_payloads
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
@@ -69,7 +70,7 @@ def all_gather(
     """
     if is_profiling() and not is_recorded():
         return record(all_gather, tensor, dim, group=group, out=out, timeout=timeout)
-    result = fast_all_gather(tensor, dim, group, out) if timeout is None else None
+    result = compiled.fast_all_gather(tensor, dim, group, out) if timeout is None else None
     return execute(_all_gather(tensor, dim, group, out, timeout)) if result is None else result
 
 
@@ -214,7 +215,7 @@ def reduce_scatter(
     """
     if is_profiling() and not is_recorded():
         return record(reduce_scatter, tensor, op, dim=dim, group=group, out=out, timeout=timeout)
-    result = fast_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
+    result = compiled.fast_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
     return execute(_reduce_scatter(tensor, op, dim, group, out, timeout)) if result is None else result
 
 

@@ -1,6 +1,7 @@
 """allreduce, reduce and broadcast; reduce and broadcast are each other's gradient.
 
-`gpu_allreduce` and `gpu_broadcast` take tensors on GPUs only.
+A plain call of `allreduce` or `broadcast` goes straight into the compiled engine; every other call takes the general
+path, as a `CollectiveOp`. `gpu_allreduce` and `gpu_broadcast` take tensors on GPUs only.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
+from ferrodist.backends.native.binding import compiled
 from ferrodist.collectives.all_gather import all_gather, scale_gradient
 from ferrodist.collectives.arguments import (
     check_out_of_root,
@@ -22,7 +24,7 @@ from ferrodist.collectives.arguments import (
     prepare_out,
 )
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.fast_path import fast_allreduce, fast_broadcast, start_allreduce, start_broadcast
+from ferrodist.collectives.fast_path import start_allreduce, start_broadcast
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import Op, ReduceOp, check_reduction, is_linear, widen
 from ferrodist.collectives.work import PreparedCall, execute, submit
@@ -68,7 +70,8 @@ def allreduce(
     """
     if is_profiling() and not is_recorded():
         return record(allreduce, tensor, op, group=group, out=out, timeout=timeout)
-    result = fast_allreduce(tensor, op, group, out) if timeout is None else None
+    # Plain calls go straight into C++, native/bindings/fast_path.cpp; None: they take the general path.
+    result = compiled.fast_allreduce(tensor, op, group, out) if timeout is None else None
     return execute(_allreduce(tensor, op, group, out, timeout)) if result is None else result
 
 
@@ -231,7 +234,7 @@ def broadcast(
     """
     if is_profiling() and not is_recorded():
         return record(broadcast, tensor, root, group=group, out=out, timeout=timeout)
-    result = fast_broadcast(tensor, root, group, out) if timeout is None else None
+    result = compiled.fast_broadcast(tensor, root, group, out) if timeout is None else None
     return execute(_broadcast(tensor, root, group, out, timeout)) if result is None else result
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.collective_op import CollectiveOp
-    from ferrodist.backends.engine import CollectiveEngine, HostEngine, StreamEngine, StreamWork
+    from ferrodist.backends.interfaces import CollectiveEngine, HostEngine, StreamEngine, StreamWork
 
 _JOIN_SECONDS = 1.0
 """How long closing a queue waits for its thread, which ends at once unless a call ignores that its group has ended."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.torch_backend import signatures
+from ferrodist.torch_backend import argument_forms
 from ferrodist.torch_backend.process_group import LEGACY_NAMES, FerrodistProcessGroup
 from ferrodist.torch_private.modes import num_dispatch_modes
 from ferrodist.torch_private.operators import schema_of
@@ -82,7 +82,7 @@ def use_c10d_kernels() -> None:
                 kernel = _kernel(method, operator, key)
                 library.impl(operator, kernel, key, with_keyset=True, allow_override=True)  # type: ignore[no-untyped-call]
     _library.append(library)
-    signatures.router = _route
+    argument_forms.router = _route
 
 
 def _kernel(method: str, operator: str, key: str) -> Callable[..., Any]:

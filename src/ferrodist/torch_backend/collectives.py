@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.engine import CollectiveEngine
+    from ferrodist.backends.interfaces import CollectiveEngine
 
 _DIGEST_SIZE = 16
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.engine import CollectiveEngine
+    from ferrodist.backends.interfaces import CollectiveEngine
     from ferrodist.collectives.reduce_op import Op
 
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Buffer, Self, override
 
-from ferrodist.backends.base import Backend, NonBlockingBackend
+from ferrodist.backends.base import Backend, FastPath, NonBlockingBackend
 from ferrodist.backends.delegating_backend import Delegated, DelegatingBackend
-from ferrodist.backends.engine import FastPath
 from ferrodist.backends.group_observer import GroupObserver, PeerExit
 from ferrodist.backends.native.binding import is_native_available, load, why_no_native
 from ferrodist.backends.native.bootstrap import open_messages

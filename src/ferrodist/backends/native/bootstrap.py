@@ -251,7 +251,7 @@ class _SharedMemorySetup:
 
 
 class _Layout(NamedTuple):
-    """The arguments of `create_segment`: see `Layout` in native/transport/shm/segment.h."""
+    """The arguments of `create_segment`: see `Layout` in native/transport/shm/group_memory.h."""
 
     num_ranks: int
     group_size: int

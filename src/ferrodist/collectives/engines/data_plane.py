@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.collective_op import CollectiveOp
-    from ferrodist.backends.engine import Block, DataPlane
+    from ferrodist.backends.interfaces import Block, DataPlane
 
 
 _ONE_STEP_BYTES = 64 * 1024  # up to here one step with more bytes is faster than two with fewer
