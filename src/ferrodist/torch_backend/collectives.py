@@ -162,7 +162,7 @@ def barrier() -> CheckedCall:
 def allreduce(tensor: torch.Tensor, op: Op) -> CheckedCall:
     """Fold a dense tensor over the ranks, in place."""
     _check(tensor, op)
-    call = _op(CollectiveKind.ALLREDUCE, tensor, op=op)
+    call = _op(CollectiveKind.ALLREDUCE, tensor, reduction=op)
     return _call(call, [tensor], source=Source(tensor), target=Target(tensor))
 
 
@@ -170,7 +170,9 @@ def reduce(group: Backend, tensor: torch.Tensor, root: int, op: Op) -> CheckedCa
     """Fold a tensor over the ranks into the root's."""
     _check(tensor, op)
     target = Target(tensor) if group.rank == root else None
-    return _call(_op(CollectiveKind.REDUCE, tensor, op=op, root=root), [tensor], source=Source(tensor), target=target)
+    return _call(
+        _op(CollectiveKind.REDUCE, tensor, reduction=op, root=root), [tensor], source=Source(tensor), target=target
+    )
 
 
 def broadcast(group: Backend, tensor: torch.Tensor, root: int) -> CheckedCall:
@@ -266,7 +268,7 @@ def reduce_scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Te
 
 def _reduce_parts(target: Target, output: torch.Tensor, source: Source, counts: Sequence[int], op: Op) -> CheckedCall:
     _check(output, op)
-    call = _op(CollectiveKind.REDUCE_SCATTER, output, op=op, counts=counts, dim=0)
+    call = _op(CollectiveKind.REDUCE_SCATTER, output, reduction=op, counts=counts, dim=0)
     return _call(call, [output], source=source, target=target)
 
 

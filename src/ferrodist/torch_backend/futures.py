@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ferrodist.backends.lifecycle import ExitStage, at_exit, snapshot_weak
+from ferrodist.backends.lifecycle import ExitStage, at_exit
+from ferrodist.backends.weak import snapshot_weak
 from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
