@@ -3,7 +3,7 @@
 ::
 
     cli.py        options, output, exit code
-    worker.py     the program of a rank  ->  training.py  model, data and training loop
+    worker.py     the program of a rank: model, data and training loop
     results.py    what ranks report to the command, and the comparison of two runs
     display.py    progress, and the plot
 """

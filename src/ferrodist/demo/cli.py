@@ -17,9 +17,9 @@ from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
-    from ferrodist.demo.display import TrainingDisplay
-    from ferrodist.demo.results import RunResult
+    from ferrodist.demo.results import Progress, RunResult
 
 _MIN_ACCURACY = 0.97
 _MAX_RANKS = 48  # one image of each batch (`results.BATCH_SIZE`) for every rank
@@ -37,21 +37,21 @@ class DemoOptions:
     plot: Path = Path("demo.png")
 
     def __post_init__(self) -> None:
-        if not 2 <= self.ranks <= _MAX_RANKS:
-            raise ValueError(
-                f"--ranks must be 2 to {_MAX_RANKS}, not {self.ranks}: they are compared with 1 rank, and share"
-                f" batches of {_MAX_RANKS} images"
-            )
-        if not 1 <= self.epochs <= _MAX_EPOCHS:
-            raise ValueError(f"--epochs must be 1 to {_MAX_EPOCHS}, not {self.epochs}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"--seed must be 0 to 2**63 - 1, not {self.seed}")
-        if not self.plot.absolute().parent.is_dir():
-            raise ValueError(f"--plot: there is no folder {self.plot.parent}; make it first")
-        if self.plot.is_dir():
-            raise ValueError(f"--plot: {self.plot} is a folder; name a file in it")
-        if not os.access(self.plot if self.plot.exists() else self.plot.absolute().parent, os.W_OK):
-            raise ValueError(f"--plot: {self.plot} can't be written; choose another place")
+        folder = self.plot.absolute().parent
+        ranks = f"--ranks must be 2 to {_MAX_RANKS}, not {self.ranks}: they are compared with 1 rank, and share batches"
+        for is_valid, error in (
+            (2 <= self.ranks <= _MAX_RANKS, f"{ranks} of {_MAX_RANKS} images"),
+            (1 <= self.epochs <= _MAX_EPOCHS, f"--epochs must be 1 to {_MAX_EPOCHS}, not {self.epochs}"),
+            (0 <= self.seed < 2**63, f"--seed must be 0 to 2**63 - 1, not {self.seed}"),
+            (folder.is_dir(), f"--plot: there is no folder {self.plot.parent}; make it first"),
+            (not self.plot.is_dir(), f"--plot: {self.plot} is a folder; name a file in it"),
+            (
+                os.access(self.plot if self.plot.exists() else folder, os.W_OK),
+                f"--plot: {self.plot} can't be written; choose another place",
+            ),
+        ):
+            if not is_valid:
+                raise ValueError(error)
 
 
 def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,28 +84,26 @@ def run_demo(options: DemoOptions) -> int:
     results: list[RunResult] = []
     with TrainingDisplay() as display:
         for num_ranks in (1, options.ranks):
-            outcome = _train(options, num_ranks, display)
+            display.begin(counted(num_ranks, "rank"))
+            outcome = _train(options, num_ranks, display.show)
             if isinstance(outcome, int):
                 return outcome
             results.append(outcome)
-    one, several = results
-    save_plot(options.plot, one.history, several.history, num_ranks=options.ranks, min_accuracy=_MIN_ACCURACY)
-    return _report(options, one, several)
+    (one, _), (several, _) = results
+    save_plot(options.plot, one, several, num_ranks=options.ranks, min_accuracy=_MIN_ACCURACY)
+    return _report(options, *results)
 
 
-def _train(options: DemoOptions, num_ranks: int, display: TrainingDisplay) -> RunResult | int:
+def _train(options: DemoOptions, num_ranks: int, show: Callable[[Progress], None]) -> RunResult | int:
     """Train in new processes; returns the result, or the launcher's exit code when it failed."""
-    from ferrodist.demo.results import progress_pipe, read_result  # noqa: PLC0415 - needs NumPy
+    from ferrodist.demo.results import follow_progress, read_result  # noqa: PLC0415 - needs NumPy
 
-    display.begin(counted(num_ranks, "rank"))
     with tempfile.TemporaryDirectory(prefix="ferrodist-demo-") as folder:
+        arguments = (folder, str(options.epochs), str(options.seed))
         spec = LaunchSpec(
-            program="ferrodist.demo.worker",
-            arguments=(folder, str(options.epochs), str(options.seed)),
-            kind=ProgramKind.MODULE,
-            nproc_per_node=num_ranks,
+            program="ferrodist.demo.worker", arguments=arguments, kind=ProgramKind.MODULE, nproc_per_node=num_ranks
         )
-        with progress_pipe(Path(folder, "progress"), display.show):
+        with follow_progress(Path(folder, "0.progress"), show):
             code = launch(spec)
         return read_result(Path(folder), num_ranks) if code == 0 else code
 
@@ -114,24 +112,25 @@ def _report(options: DemoOptions, one: RunResult, several: RunResult) -> int:
     """Print the comparison; returns the exit code."""
     from ferrodist.demo.results import BATCH_SIZE, EPS, are_identical, compare_weights  # noqa: PLC0415 - needs NumPy
 
-    history, num_steps = several.history, len(several.history.losses)
-    lowest = min(one.history.accuracies[-1], history.accuracies[-1])
-    comparison = compare_weights(one.weights[0], several.weights[0], num_steps)
-    ranks, identical = counted(options.ranks, "rank"), are_identical(several.weights)
+    histories, (alone, weights) = (one[0], several[0]), (one[1][0], several[1])
+    history, num_steps, ranks = several[0], len(several[0].losses), counted(options.ranks, "rank")
+    comparison, identical = compare_weights(alone, weights[0], num_steps), are_identical(weights)
     checks = {
-        f"test accuracy is below {_MIN_ACCURACY:.0%}": lowest >= _MIN_ACCURACY,
+        f"test accuracy is below {_MIN_ACCURACY:.0%}": all(run.accuracies[-1] >= _MIN_ACCURACY for run in histories),
         f"the {ranks} hold different weights": identical,
         "the weights differ by more than rounding explains": comparison.absolute <= comparison.bound,
     }
     failures = [failure for failure, passed in checks.items() if not passed]
-    same = "the same weights, bit for bit" if identical else "DIFFERENT weights"
     images = f"{history.num_train} images of handwritten digits in global batches of {BATCH_SIZE}"
     factors = f"eps {EPS:.1e} x {num_steps} steps x largest weight {comparison.largest_weight:.2f}"
+    same = "the same weights, bit for bit" if identical else "DIFFERENT weights"
     lines = [
         "",
         f"{images}, {options.epochs} epochs, {num_steps} steps; {history.num_test} images for the test.",
-        _run_line("1 rank", one),
-        _run_line(f"{ranks} over TCP", several),
+        *(
+            f"  {title:<18} test accuracy {run.accuracies[-1]:.2%}, trained in {run.seconds:.1f} s"
+            for title, run in zip(("1 rank", f"{ranks} over TCP"), histories, strict=True)
+        ),
         "",
         f"The {ranks} hold {same}. Compared with 1 rank:",
         f"  largest difference of a weight: {comparison.absolute:.1e}",
@@ -147,8 +146,3 @@ def _report(options: DemoOptions, one: RunResult, several: RunResult) -> int:
     if sys.stdout is not None:
         sys.stdout.write("\n".join(lines) + "\n")
     return 1 if failures else 0
-
-
-def _run_line(title: str, run: RunResult) -> str:
-    history = run.history
-    return f"  {title:<18} test accuracy {history.accuracies[-1]:.2%}, trained in {history.seconds:.1f} s"

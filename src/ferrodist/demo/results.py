@@ -1,14 +1,15 @@
-"""The ranks' reports to the command: progress through a pipe, results in files; and the comparison of two runs.
+"""The ranks' reports to the command: progress and results, in files; and the comparison of two runs.
 
 The launcher forwards the ranks' output line by line, which would break a progress bar, and it needs the main thread for
-signals: so progress has a named pipe, and a thread that reads it. The files are JSON and NumPy's, which hold no code.
+signals: so rank 0 appends its progress to a file, which a thread follows. The files are JSON and NumPy's, which hold no
+code.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from io import FileIO
     from pathlib import Path
 
+    RunResult = tuple["History", Sequence[Mapping[str, Any]]]
+
+_POLL_INTERVAL_SECONDS = 0.05
 BATCH_SIZE = 48  # images in a step, over all ranks
 EPS = float(np.finfo(np.float32).eps)  # the distance from 1 to the next larger float32
 
@@ -33,44 +37,36 @@ class Progress(msgspec.Struct, frozen=True):
     accuracy: float | None = None
 
 
-def write_progress(pipe: FileIO, progress: Progress) -> None:
-    """Send the state from rank 0 to the command."""
-    pipe.write(msgspec.json.encode(progress) + b"\n")
+def write_progress(file: FileIO, progress: Progress) -> None:
+    """Append the state to a rank's file."""
+    file.write(msgspec.json.encode(progress) + b"\n")
 
 
 @contextlib.contextmanager
-def progress_pipe(path: Path, show: Callable[[Progress], None]) -> Iterator[None]:
-    """Create the pipe, and call ``show`` with each state in a thread; an error that it raises is raised at the end."""
-    os.mkfifo(path, mode=0o600)
-    errors: list[BaseException] = []
-    # For reading and writing: neither end then waits for the other, and a rank's end is not the end of the pipe.
-    with os.fdopen(os.open(path, os.O_RDWR), "rb", buffering=0) as pipe:
-        arguments = pipe, show, errors
-        thread = threading.Thread(target=_show_progress, args=arguments, name="ferrodist-demo-progress", daemon=True)
-        thread.start()
+def follow_progress(path: Path, show: Callable[[Progress], None]) -> Iterator[None]:
+    """Call ``show``, in a thread, with each state that is appended to a file; an error that it raises ends the context.
+
+    Rank 0 goes on meanwhile: rich, for one, raises SystemExit when the reader of its output has left.
+    """
+    path.touch()
+    is_over = threading.Event()
+
+    def follow() -> None:
+        pending, was_over = b"", False
+        with path.open("rb") as file:
+            while not was_over:
+                was_over = is_over.wait(_POLL_INTERVAL_SECONDS)
+                *lines, pending = (pending + file.read()).split(b"\n")
+                for line in lines:
+                    show(msgspec.json.decode(line, type=Progress))
+
+    with ThreadPoolExecutor(1, "ferrodist-demo-progress") as threads:
+        followed = threads.submit(follow)
         try:
             yield
         finally:
-            os.write(pipe.fileno(), b"\n")  # an empty line: the end
-            thread.join()
-    if errors:
-        raise errors[0]
-
-
-def _show_progress(pipe: FileIO, show: Callable[[Progress], None], errors: list[BaseException]) -> None:
-    pending = b""
-    while True:
-        *lines, pending = (pending + pipe.read(4096)).split(b"\n")
-        for line in lines:
-            if not line:
-                return
-            try:
-                if not errors:
-                    show(msgspec.json.decode(line, type=Progress))
-            # Raised later: unread, the pipe would fill and stop rank 0. rich raises SystemExit when the reader of its
-            # output has left.
-            except BaseException as error:  # noqa: BLE001
-                errors.append(error)
+            is_over.set()
+        followed.result()
 
 
 class History(msgspec.Struct, frozen=True):
@@ -83,13 +79,6 @@ class History(msgspec.Struct, frozen=True):
     num_test: int
 
 
-class RunResult(NamedTuple):
-    """A finished run: rank 0's history, and each rank's parameters by name."""
-
-    history: History
-    weights: Sequence[Mapping[str, Any]]
-
-
 def write_result(folder: Path, rank: int, weights: Mapping[str, Any], history: History) -> None:
     """Write one rank's parameters, NumPy arrays by name, and its history."""
     np.savez(folder / f"{rank}.npz", allow_pickle=False, **weights)
@@ -97,9 +86,9 @@ def write_result(folder: Path, rank: int, weights: Mapping[str, Any], history: H
 
 
 def read_result(folder: Path, num_ranks: int) -> RunResult:
-    """Read the files of a finished run."""
+    """Read the files of a finished run: rank 0's history, and each rank's parameters by name."""
     weights = [dict(np.load(folder / f"{rank}.npz", allow_pickle=False)) for rank in range(num_ranks)]
-    return RunResult(msgspec.json.decode((folder / "0.json").read_bytes(), type=History), weights)
+    return msgspec.json.decode((folder / "0.json").read_bytes(), type=History), weights
 
 
 class Comparison(NamedTuple):
@@ -124,11 +113,10 @@ class Comparison(NamedTuple):
 
 def compare_weights(one: Mapping[str, Any], other: Mapping[str, Any], num_steps: int) -> Comparison:
     """Compare two models' parameters: NumPy arrays of float32, by name."""
-    differences = [float(np.abs(one[name] - other[name]).max()) for name in one]
-    sizes = [float(np.abs(weight).max()) for weight in one.values()]
-    relative = [difference / max(size, EPS) for difference, size in zip(differences, sizes, strict=True)]
-    largest = max(sizes)
-    return Comparison(float(np.max(differences)), float(np.max(relative)), EPS * num_steps * largest, largest)
+    differences = np.array([np.abs(one[name] - other[name]).max() for name in one], float)
+    sizes = np.array([np.abs(weight).max() for weight in one.values()], float)
+    relative, largest = differences / np.maximum(sizes, EPS), float(sizes.max())
+    return Comparison(float(differences.max()), float(relative.max()), EPS * num_steps * largest, largest)
 
 
 def are_identical(weights: Sequence[Mapping[str, Any]]) -> bool:

@@ -22,15 +22,14 @@ from ferrodist.demo.display import TrainingDisplay, save_plot
 from ferrodist.demo.results import (
     History,
     Progress,
-    RunResult,
     are_identical,
     compare_weights,
-    progress_pipe,
+    follow_progress,
     read_result,
     write_progress,
     write_result,
 )
-from ferrodist.demo.training import train
+from ferrodist.demo.worker import train
 from ferrodist.installation import how_to_install
 from ferrodist.testing import run_ranks
 
@@ -136,7 +135,7 @@ def test_the_demo_fails_below_97_percent(monkeypatch, capsys, tmp_path):
             lambda group: train(group, num_epochs=options.epochs, seed=3, on_progress=lambda _: None), num_ranks
         )
         weights = [{name: tensor.numpy() for name, tensor in tensors.items()} for tensors, _ in found]
-        return RunResult(found[0][1], weights)
+        return found[0][1], weights
 
     monkeypatch.setattr(cli, "_train", run)
     plot = tmp_path / "own.png"
@@ -149,9 +148,9 @@ def test_results_are_read_back(tmp_path):
     """Weights of each rank and rank 0's record come back as they were."""
     for rank in range(2):
         write_result(tmp_path, rank, WEIGHTS, history())
-    result = read_result(tmp_path, 2)
-    assert result.history == history()
-    assert are_identical([WEIGHTS, *result.weights])
+    read_history, weights = read_result(tmp_path, 2)
+    assert read_history == history()
+    assert are_identical([WEIGHTS, *weights])
 
 
 def test_equal_weights_do_not_differ():
@@ -181,29 +180,29 @@ def test_identical_means_bit_for_bit():
     assert not are_identical([zero, {"b": zero["a"]}])
 
 
-def test_progress_passes_through_the_pipe(tmp_path):
-    """Rank 0's reports are shown in order; a pipe that no rank opens does no harm."""
+def test_progress_is_followed_to_its_end(tmp_path):
+    """Rank 0's reports are shown in order, also the last ones; a file that no rank writes does no harm."""
     shown = []
-    with progress_pipe(tmp_path / "pipe", shown.append), (tmp_path / "pipe").open("wb", buffering=0) as pipe:
+    with follow_progress(tmp_path / "file", shown.append), (tmp_path / "file").open("wb", buffering=0) as file:
         for step in range(500):
-            write_progress(pipe, progress(step))
+            write_progress(file, progress(step))
     assert shown == [progress(step) for step in range(500)]
-    with progress_pipe(tmp_path / "unused", shown.append):
+    with follow_progress(tmp_path / "unused", shown.append):
         pass
     assert len(shown) == 500
 
 
 @pytest.mark.parametrize("kind", [ArithmeticError, SystemExit])
 def test_a_display_that_fails_does_not_stop_rank_0(tmp_path, kind):
-    """The pipe is read to the end, and the error raised when the run is over; so is rich's exit when nobody reads."""
+    """Rank 0 writes on, and the error is raised when the run is over; so is rich's exit when nobody reads."""
 
     def fail(_):
         raise kind("no terminal")
 
     def tell():
-        with progress_pipe(tmp_path / "pipe", fail), (tmp_path / "pipe").open("wb", buffering=0) as pipe:
-            for step in range(5000):  # more than a pipe holds
-                write_progress(pipe, progress(step))
+        with follow_progress(tmp_path / "file", fail), (tmp_path / "file").open("wb", buffering=0) as file:
+            for step in range(5000):
+                write_progress(file, progress(step))
 
     with pytest.raises(kind, match="no terminal"):
         tell()
