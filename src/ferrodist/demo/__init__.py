@@ -2,14 +2,7 @@
 
 ::
 
-    cli.py        options, output, exit code
-    worker.py     the program of a rank: model, data and training loop
-    results.py    what ranks report to the command, and the comparison of two runs
-    display.py    progress, and the plot
+    cli.py         options
+    comparison.py  the runs, their progress and comparison, the plot
+    worker.py      the program of a rank: model, data and training loop
 """
-
-from __future__ import annotations
-
-from ferrodist.demo.cli import DemoOptions, add_demo_arguments, demo_options, run_demo
-
-__all__ = ["DemoOptions", "add_demo_arguments", "demo_options", "run_demo"]
