@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Console
@@ -204,7 +203,6 @@ class TrainingDisplay(Bars):
 def save_plot(path: Path, one: History, several: History, *, num_ranks: int) -> None:
     """Draw the run on one rank and the run on several into a PNG file."""
     figure = Figure(figsize=(11, 4), layout="constrained", dpi=150)
-    FigureCanvasAgg(figure)
     loss_axes, accuracy_axes, difference_axes = figure.subplots(1, 3)
     figure.suptitle(f"Handwritten digits: the same training on 1 rank and on {num_ranks} ranks")
     # The runs coincide: the first is drawn broad and pale, so that both are seen.
