@@ -55,11 +55,11 @@ bool fits(std::span<const std::int64_t> longer, std::span<const std::int64_t> sh
            std::equal(longer.begin() + 1, longer.end(), shorter.begin() + 1);
 }
 
-// Each checks whether a call can use the fast path, and passes its size in bytes and the collective to `go`. The
-// collective captures addresses: the caller keeps the tensors alive.
+// Each checks whether a call is plain; if so, passes its size in bytes and the collective to `go`. The collective
+// captures addresses: the caller keeps the tensors alive.
 
 template <class Go>
-bool fast_allreduce(const std::optional<Pair>& pair, int op, const Go& go) {
+bool allreduce_if_plain(const std::optional<Pair>& pair, int op, const Go& go) {
     if (!pair || !has_no_factor(op) || !std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
     if (pair->source.data != pair->out.data && overlap(*pair)) return false;
     const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
@@ -72,7 +72,7 @@ bool fast_allreduce(const std::optional<Pair>& pair, int op, const Go& go) {
 }
 
 template <class Go>
-bool fast_broadcast(const Communicator& self, nb::handle tensor, nb::handle out, int root, const Go& go) {
+bool broadcast_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int root, const Go& go) {
     const auto target = view_tensor(tensor.ptr());
     if (!tensor.is(out) || !target || root < 0 || root >= self.num_ranks()) return false;
     go(target->count * size_of(target->dtype),
@@ -82,7 +82,7 @@ bool fast_broadcast(const Communicator& self, nb::handle tensor, nb::handle out,
 }
 
 template <class Go>
-bool fast_all_gather(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
+bool all_gather_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
     const auto pair = view_pair(tensor, out);
     if (!pair || !fits(pair->out.shape, pair->source.shape, self.num_ranks()) || overlap(*pair)) return false;
     go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->source.count,
@@ -94,7 +94,7 @@ bool fast_all_gather(const Communicator& self, nb::handle tensor, nb::handle out
 }
 
 template <class Go>
-bool fast_reduce_scatter(const Communicator& self, nb::handle tensor, nb::handle out, int op, const Go& go) {
+bool reduce_scatter_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int op, const Go& go) {
     const auto pair = view_pair(tensor, out);
     if (!pair || !has_no_factor(op) || !fits(pair->source.shape, pair->out.shape, self.num_ranks()) || overlap(*pair))
         return false;
@@ -109,7 +109,7 @@ bool fast_reduce_scatter(const Communicator& self, nb::handle tensor, nb::handle
 }
 
 template <class Go>
-bool fast_all_to_all(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
+bool all_to_all_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
     const auto pair = view_pair(tensor, out);
     const auto ranks = static_cast<std::size_t>(self.num_ranks());
     if (!pair || !fits(pair->out.shape, pair->source.shape, 1) || overlap(*pair)) return false;
@@ -153,7 +153,7 @@ nb::object value_of(PyObject* variable) {
 }
 
 // The communicator of a group whose calls can use the fast path, with its timeout and engine: a `FastPath` of
-// backends/engine.py, tensors alive by `guard`.
+// backends/base.py, kept alive by `guard`.
 struct FastPath {
     nb::object guard;
     Communicator* communicator;
@@ -252,22 +252,23 @@ PyObject* run_fast(const FastPath& path, const char* operation, nb::handle tenso
     return mark_written(out.ptr()) ? out.release().ptr() : nullptr;
 }
 
-// Each takes the arguments of its public namesake, all by position; tensor first and out last.
+// The functions that Python calls. Each takes the arguments of its public namesake, all by position; tensor first and
+// out last.
 
-PyObject* call_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* fast_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], op = arguments[1], group = arguments[2], out = arguments[3];
     const auto path = find_fast_path(group);
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "allreduce", tensor, result_of(out, tensor, *path, same), {{"op", op.ptr()}},
                     [&](nb::handle result, const auto& go) {
-                        return fast_allreduce(view_pair(tensor, result), number_of(op), go);
+                        return allreduce_if_plain(view_pair(tensor, result), number_of(op), go);
                     });
 }
 
 // In place, untracked by autograd, like a call on `tensor.data`, which takes 0.2 us to create. Returns whether it was
 // done.
-PyObject* call_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* fast_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 3) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0], op = arguments[1], group = arguments[2];
     const auto path = find_fast_path(group);
@@ -275,35 +276,36 @@ PyObject* call_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t 
     if (!view) Py_RETURN_FALSE;
     try {
         const auto go = [&](std::size_t size, const auto& collective) { run(*path, size, collective); };
-        return PyBool_FromLong(fast_allreduce(Pair{*view, *view}, number_of(op), go));
+        return PyBool_FromLong(allreduce_if_plain(Pair{*view, *view}, number_of(op), go));
     } catch (...) {
         raise_for(*path, "allreduce", tensor, tensor, {{"op", op.ptr()}});
         return nullptr;
     }
 }
 
-PyObject* call_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* fast_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], root = arguments[1], group = arguments[2], out = arguments[3];
     const auto path = find_fast_path(group);
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "broadcast", tensor, nb::borrow(out), {{"root", root.ptr()}},
                     [&](nb::handle result, const auto& go) {
-                        return fast_broadcast(*path->communicator, tensor, result, index_of(root), go);
+                        return broadcast_if_plain(*path->communicator, tensor, result, index_of(root), go);
                     });
 }
 
-PyObject* call_all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* fast_all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], dim = arguments[1], group = arguments[2], out = arguments[3];
     const auto path = index_of(dim) == 0 ? find_fast_path(group) : std::nullopt;
     if (!path) Py_RETURN_NONE;
-    return run_fast(
-        *path, "all_gather", tensor, result_of(out, tensor, *path, joined), {{"dim", dim.ptr()}},
-        [&](nb::handle result, const auto& go) { return fast_all_gather(*path->communicator, tensor, result, go); });
+    return run_fast(*path, "all_gather", tensor, result_of(out, tensor, *path, joined), {{"dim", dim.ptr()}},
+                    [&](nb::handle result, const auto& go) {
+                        return all_gather_if_plain(*path->communicator, tensor, result, go);
+                    });
 }
 
-PyObject* call_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* fast_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 5) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], op = arguments[1], dim = arguments[2], group = arguments[3],
                      out = arguments[4];
@@ -311,22 +313,23 @@ PyObject* call_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t 
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "reduce_scatter", tensor, result_of(out, tensor, *path, part),
                     {{"op", op.ptr()}, {"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
-                        return fast_reduce_scatter(*path->communicator, tensor, result, number_of(op), go);
+                        return reduce_scatter_if_plain(*path->communicator, tensor, result, number_of(op), go);
                     });
 }
 
-PyObject* call_all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* fast_all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 3) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], group = arguments[1], out = arguments[2];
     const auto path = find_fast_path(group);
     if (!path) Py_RETURN_NONE;
-    return run_fast(
-        *path, "all_to_all", tensor, result_of(out, tensor, *path, same), {},
-        [&](nb::handle result, const auto& go) { return fast_all_to_all(*path->communicator, tensor, result, go); });
+    return run_fast(*path, "all_to_all", tensor, result_of(out, tensor, *path, same), {},
+                    [&](nb::handle result, const auto& go) {
+                        return all_to_all_if_plain(*path->communicator, tensor, result, go);
+                    });
 }
 
 // Returns whether it was done.
-PyObject* call_barrier(PyObject*, PyObject* group) {
+PyObject* fast_barrier(PyObject*, PyObject* group) {
     const auto path = find_fast_path(group);
     if (!path) Py_RETURN_FALSE;
     try {
@@ -344,10 +347,10 @@ constexpr PyMethodDef method(const char* name, Function* function) {
 }
 
 PyMethodDef fast_functions[] = {
-    method("fast_allreduce", call_allreduce),           method("fast_allreduce_data", call_allreduce_data),
-    method("fast_broadcast", call_broadcast),           method("fast_all_gather", call_all_gather),
-    method("fast_reduce_scatter", call_reduce_scatter), method("fast_all_to_all", call_all_to_all),
-    {"fast_barrier", call_barrier, METH_O, nullptr},    {nullptr, nullptr, 0, nullptr},
+    method("fast_allreduce", fast_allreduce),           method("fast_allreduce_data", fast_allreduce_data),
+    method("fast_broadcast", fast_broadcast),           method("fast_all_gather", fast_all_gather),
+    method("fast_reduce_scatter", fast_reduce_scatter), method("fast_all_to_all", fast_all_to_all),
+    {"fast_barrier", fast_barrier, METH_O, nullptr},    {nullptr, nullptr, 0, nullptr},
 };
 
 // A started collective, with the tensors whose addresses the engine has. If it is destroyed before the collective has
@@ -426,35 +429,35 @@ void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
             "start_allreduce",
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return fast_allreduce(view_pair(tensor, out), op, go); });
+                             [&](const auto& go) { return allreduce_if_plain(view_pair(tensor, out), op, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "start_broadcast",
             [](Communicator& self, nb::handle tensor, nb::handle out, int root, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return fast_broadcast(self, tensor, out, root, go); });
+                             [&](const auto& go) { return broadcast_if_plain(self, tensor, out, root, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "root"_a, "timeout"_a)
         .def(
             "start_all_gather",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return fast_all_gather(self, tensor, out, go); });
+                             [&](const auto& go) { return all_gather_if_plain(self, tensor, out, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "timeout"_a)
         .def(
             "start_reduce_scatter",
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return fast_reduce_scatter(self, tensor, out, op, go); });
+                             [&](const auto& go) { return reduce_scatter_if_plain(self, tensor, out, op, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "start_all_to_all",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return fast_all_to_all(self, tensor, out, go); });
+                             [&](const auto& go) { return all_to_all_if_plain(self, tensor, out, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "timeout"_a);
 }

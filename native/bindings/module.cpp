@@ -41,8 +41,8 @@ shm::Layout make_layout(int num_ranks, int group_size, std::size_t slot_bytes, b
             .spin_micros = spin_micros};
 }
 
-std::shared_ptr<shm::Segment> map_segment(int descriptor, const shm::Layout& layout) {
-    return std::make_shared<shm::Segment>(std::make_shared<shm::Mapping>(descriptor, layout.size_bytes()), layout);
+std::shared_ptr<shm::GroupMemory> map_segment(int descriptor, const shm::Layout& layout) {
+    return std::make_shared<shm::GroupMemory>(std::make_shared<shm::Mapping>(descriptor, layout.size_bytes()), layout);
 }
 
 int create_segment(const shm::Layout& layout) {

@@ -3,7 +3,7 @@
 
 #include "base/fresh_memory.h"
 #include "collectives/data_movement.h"
-#include "collectives/pipeline.h"
+#include "collectives/exchange.h"
 #include "collectives/sizes.h"
 
 namespace ferrodist {
@@ -33,7 +33,7 @@ public:
     [[nodiscard]] bool are_all_even() const {
         for (int r = 0; r < context_.num_ranks; ++r) {
             std::uint64_t theirs = 0;
-            std::memcpy(&theirs, context_.arrival_of(r).payload.data(), sizeof theirs);
+            std::memcpy(&theirs, context_.fabric.arrival(r).payload.data(), sizeof theirs);
             if (theirs == 0 || theirs != even_size_) return false;
         }
         return true;
@@ -42,7 +42,7 @@ public:
 
     void take(std::byte* out) const {
         for (int r = 0; r < context_.num_ranks; ++r) {
-            const std::byte* parts = context_.arrival_of(r).payload.data() + sizeof(std::uint64_t);
+            const std::byte* parts = context_.fabric.arrival(r).payload.data() + sizeof(std::uint64_t);
             copy_bytes(out + static_cast<std::size_t>(r) * part_bytes_,
                        parts + static_cast<std::size_t>(context_.rank) * part_bytes_, part_bytes_);
         }
@@ -63,7 +63,7 @@ std::size_t compare_counts(const Context& context, std::span<const std::size_t> 
     const std::size_t ranks = receive_counts.size();
     std::size_t largest = 0;
     for (std::size_t r = 0; r < ranks; ++r) {
-        const auto sent = context.fabric.counts(static_cast<int>(r), context.sequence);
+        const auto sent = context.fabric.counts(static_cast<int>(r));
         const std::uint64_t sent_and_expected[2] = {sent[static_cast<std::size_t>(context.rank)], receive_counts[r]};
         if (sent_and_expected[0] != sent_and_expected[1])
             throw Failure(FailureKind::sizes, {static_cast<int>(r)},
@@ -85,10 +85,10 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     find_starts(send_counts, sent_from);
     find_starts(receive_counts, received_at);
     const auto own = static_cast<std::size_t>(context.rank);
-    std::byte* payload = begin(context, {.operation = static_cast<std::uint8_t>(Operation::all_to_all),
-                                         .dtype = static_cast<std::uint8_t>(dtype),
-                                         .count = unit});
-    context.fabric.publish_counts(context.sequence, send_counts);
+    std::byte* payload = context.fabric.begin({.operation = static_cast<std::uint8_t>(Operation::all_to_all),
+                                               .dtype = static_cast<std::uint8_t>(dtype),
+                                               .count = unit});
+    context.fabric.publish_counts(send_counts);
     const std::size_t part = send_counts[0];
     const auto is_part = [&](std::size_t count) { return count == part; };
     const bool is_even = std::ranges::all_of(send_counts, is_part) && std::ranges::all_of(receive_counts, is_part);
@@ -131,7 +131,7 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     };
     const auto direct = [&](const Sources& sources) {
         for_others([&](std::size_t r) {
-            const auto sent = context.fabric.counts(static_cast<int>(r), context.sequence);
+            const auto sent = context.fabric.counts(static_cast<int>(r));
             const std::size_t begin = std::accumulate(sent.begin(), sent.begin() + context.rank, std::uint64_t{0});
             sources.copy(static_cast<int>(r), begin * element_size, out + received_at[r] * element_size,
                          receive_counts[r] * element_size);
@@ -141,11 +141,11 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     const std::size_t sent_bytes = sent_from[ranks] * element_size;
     const Offer offer = offer_source(context, Operation::all_to_all, source, sent_bytes, sent_bytes / ranks);
     make_offer(context, offer_at, offer, stage, staged_for, deadline);
-    enter(context, deadline);
+    context.fabric.enter(deadline);
     const bool are_all_even = even.are_all_even();
     if (are_all_even && even.are_inline()) {
         even.take(out);
-        ++context.segments;  // the staged segment
+        context.fabric.count_segments(1);  // the staged segment
         return;
     }
     expect_writes(out, received_at[ranks] * element_size);

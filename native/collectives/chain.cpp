@@ -1,6 +1,6 @@
 #include "collectives/chain.h"
 
-#include "collectives/pipeline.h"
+#include "collectives/exchange.h"
 
 namespace ferrodist {
 
@@ -22,11 +22,11 @@ public:
           out_(out),
           source_(source),
           element_size_(size_of(reduction.dtype)),
-          pieces_{
+          segmentation_{
               .count = count,
               .element_size = element_size_,
               .segment_elements = elements_in(segment_bytes(count * element_size_, fabric_.layout()), element_size_)},
-          base_(context.segments) {
+          base_(fabric_.next_segment()) {
         // The mean is divided where the fold ends.
         const bool is_partial = chain_.next >= 0 && reduction.op == ReduceOp::mean;
         fold_ = find_fold(reduction.dtype, is_partial ? ReduceOp::sum : reduction.op, context.instructions);
@@ -37,7 +37,7 @@ public:
     }
 
     void run(const Deadline& deadline) {
-        const std::size_t count = pieces_.num_segments();
+        const std::size_t count = segmentation_.num_segments();
         stage(0, deadline);
         for (std::size_t k = 0; k < count; ++k) {
             if (k + 1 < count) stage(k + 1, deadline);
@@ -45,57 +45,57 @@ public:
             if (k > 0) take(k - 1, deadline);
         }
         take(count - 1, deadline);
-        context_.segments = base_ + count;
-        fabric_.publish_done(context_.segments);  // for all hosts: the next collective may use all slots
+        fabric_.count_segments(count);
+        fabric_.publish_done(base_ + count);  // for all hosts: the next collective may use all slots
     }
 
 private:
-    [[nodiscard]] Parts parts_of(std::size_t k) const {
-        return divide(pieces_.size_of(k), chain_.num_local, element_size_);
+    [[nodiscard]] Chunks chunks_of(std::size_t k) const {
+        return divide(segmentation_.size_of(k), chain_.num_local, element_size_);
     }
     [[nodiscard]] int own_index() const { return context_.rank - chain_.first_local; }
     [[nodiscard]] Range own_range(std::size_t k) const {
-        const Parts parts = parts_of(k);
-        return {.offset = parts.begin_of(own_index()) * element_size_,
-                .size = parts.size_of(own_index()) * element_size_};
+        const Chunks chunks = chunks_of(k);
+        return {.offset = chunks.begin_of(own_index()) * element_size_,
+                .size = chunks.size_of(own_index()) * element_size_};
     }
 
-    // `action(rank, offset, size)` for each slice of segment k that another rank of this host folds.
+    // `action(rank, offset, size)` for each chunk of segment k that another rank of this host folds.
     template <class Action>
     void for_others(std::size_t k, const Action& action) const {
-        const Parts parts = parts_of(k);
+        const Chunks chunks = chunks_of(k);
         for (int step = 1; step < chain_.num_local; ++step) {
             const int j = (own_index() + step) % chain_.num_local;
-            action(chain_.first_local + j, parts.begin_of(j) * element_size_, parts.size_of(j) * element_size_);
+            action(chain_.first_local + j, chunks.begin_of(j) * element_size_, chunks.size_of(j) * element_size_);
         }
     }
 
     void stage(std::size_t k, const Deadline& deadline) {
         const std::uint64_t number = base_ + k;
-        if (number >= shm::num_slots && number - shm::num_slots + 1 > context_.known_done)
-            fabric_.await_host(&shm::Progress::done, number - shm::num_slots + 1, deadline);
+        if (!fabric_.is_slot_free(number))
+            fabric_.await_host(&shm::RankFlags::done, number - shm::num_slots + 1, deadline);
         std::byte* slot = fabric_.slot(context_.rank, number);
         for_others(k, [&](int, std::size_t offset, std::size_t size) {
-            context_.into_shared.copy(slot + offset, source_ + pieces_.offset_bytes(k) + offset, size);
+            context_.into_shared.copy(slot + offset, source_ + segmentation_.offset_bytes(k) + offset, size);
         });
-        fabric_.publish_host(&shm::Progress::staged, number + 1);
+        fabric_.publish_host(&shm::RankFlags::staged, number + 1);
     }
 
     void fold(std::size_t k, const Deadline& deadline) {
         const std::uint64_t number = base_ + k;
         const Range own = own_range(k);
-        fabric_.await_host(&shm::Progress::staged, number + 1, deadline);
-        if (chain_.previous >= 0) fabric_.await_rank(chain_.previous, &shm::Progress::staged, number + 1, deadline);
+        fabric_.await_host(&shm::RankFlags::staged, number + 1, deadline);
+        if (chain_.previous >= 0) fabric_.await_rank(chain_.previous, &shm::RankFlags::staged, number + 1, deadline);
         std::byte* slot = fabric_.slot(context_.rank, number) + own.offset;
-        std::byte* result = out_ + pieces_.offset_bytes(k) + own.offset;
+        std::byte* result = out_ + segmentation_.offset_bytes(k) + own.offset;
         for (std::size_t start = 0; start < own.size; start += copied_bytes) {
             const std::size_t size = std::min(copied_bytes, own.size - start);
             const std::size_t offset = own.offset + start;
             std::size_t index = 0;
             if (chain_.previous >= 0) context_.inputs[index++] = fabric_.slot(chain_.previous, number) + offset;
             for (int r = chain_.first_local; r < chain_.first_local + chain_.num_local; ++r)
-                context_.inputs[index++] =
-                    r == context_.rank ? source_ + pieces_.offset_bytes(k) + offset : fabric_.slot(r, number) + offset;
+                context_.inputs[index++] = r == context_.rank ? source_ + segmentation_.offset_bytes(k) + offset
+                                                              : fabric_.slot(r, number) + offset;
             std::byte* target = chain_.next >= 0 ? slot + start : result + start;
             fold_(target, context_.inputs.data(), index, size / element_size_, context_.factors.data());
             if (chain_.next < 0) context_.into_shared.copy(slot + start, target, size);
@@ -111,22 +111,22 @@ private:
         const std::uint64_t number = base_ + k;
         if (chain_.next >= 0) {
             const Range own = own_range(k);
-            fabric_.await_rank(chain_.next, &shm::Progress::folded, number + 1, deadline);
+            fabric_.await_rank(chain_.next, &shm::RankFlags::folded, number + 1, deadline);
             const std::byte* theirs = fabric_.slot(chain_.next, number) + own.offset;
             context_.into_shared.copy(fabric_.slot(context_.rank, number) + own.offset, theirs, own.size);
-            copy_bytes(out_ + pieces_.offset_bytes(k) + own.offset, theirs, own.size);
+            copy_bytes(out_ + segmentation_.offset_bytes(k) + own.offset, theirs, own.size);
             publish_result(number, own);
         }
-        fabric_.await_host(&shm::Progress::folded, number + 1, deadline);
+        fabric_.await_host(&shm::RankFlags::folded, number + 1, deadline);
         for_others(k, [&](int r, std::size_t offset, std::size_t size) {
-            copy_bytes(out_ + pieces_.offset_bytes(k) + offset, fabric_.slot(r, number) + offset, size);
+            copy_bytes(out_ + segmentation_.offset_bytes(k) + offset, fabric_.slot(r, number) + offset, size);
         });
-        fabric_.publish_host(&shm::Progress::done, number + 1);
+        fabric_.publish_host(&shm::RankFlags::done, number + 1);
     }
 
     void publish_result(std::uint64_t number, const Range& own) {
         if (chain_.previous >= 0) fabric_.send_to(chain_.previous, tcp::LinkFrameType::folded, number, own);
-        fabric_.publish_host(&shm::Progress::folded, number + 1);
+        fabric_.publish_host(&shm::RankFlags::folded, number + 1);
     }
 
     Context& context_;
@@ -135,7 +135,7 @@ private:
     std::byte* out_;
     const std::byte* source_;
     std::size_t element_size_;
-    Segmentation pieces_;
+    Segmentation segmentation_;
     std::uint64_t base_;
     Fold fold_;
 };
@@ -148,7 +148,7 @@ bool can_fold_in_chain(const Fabric& fabric, const Reduction& reduction) {
 
 void fold_in_chain(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source,
                    std::size_t count, const Reduction& reduction, const Deadline& deadline) {
-    enter(context, deadline);
+    context.fabric.enter(deadline);
     ChainFold(context, folder, out, source, count, reduction).run(deadline);
 }
 

@@ -3,7 +3,7 @@
 #include <numeric>
 
 #include "base/fresh_memory.h"
-#include "collectives/pipeline.h"
+#include "collectives/exchange.h"
 #include "collectives/sizes.h"
 
 namespace ferrodist {
@@ -36,13 +36,13 @@ void collect(Context& context, const shm::Call& call, std::byte* out, const std:
     const std::size_t largest = largest_of(counts);
     const auto rank = static_cast<std::size_t>(context.rank);
     const auto own_place = [&] { return out + starts[rank] * element_size; };
-    std::byte* payload = begin(context, call);
+    std::byte* payload = context.fabric.begin(call);
     if (largest * element_size <= shm::max_inline_bytes) {
         copy_bytes(payload, source, counts[rank] * element_size);
-        enter(context, deadline);
+        context.fabric.enter(deadline);
         if (out == nullptr) return;
         for (std::size_t r = 0; r < counts.size(); ++r)
-            copy_bytes(out + starts[r] * element_size, context.arrival_of(static_cast<int>(r)).payload.data(),
+            copy_bytes(out + starts[r] * element_size, context.fabric.arrival(static_cast<int>(r)).payload.data(),
                        counts[r] * element_size);
         return;
     }
@@ -92,19 +92,19 @@ void collect(Context& context, const shm::Call& call, std::byte* out, const std:
 }  // namespace
 
 void barrier(Context& context, const Deadline& deadline) {
-    begin(context, {.operation = static_cast<std::uint8_t>(Operation::barrier)});
-    enter(context, deadline);
+    context.fabric.begin({.operation = static_cast<std::uint8_t>(Operation::barrier)});
+    context.fabric.enter(deadline);
 }
 
 void broadcast(Context& context, std::byte* data, std::size_t count, DType dtype, int root, const Deadline& deadline) {
     const std::size_t element_size = size_of(dtype);
     const std::size_t size = count * element_size;
     const bool is_root = context.rank == root;
-    std::byte* payload = begin(context, call_of(Operation::broadcast, count, dtype, root));
+    std::byte* payload = context.fabric.begin(call_of(Operation::broadcast, count, dtype, root));
     if (size <= shm::max_inline_bytes) {
         if (is_root) copy_bytes(payload, data, size);
-        enter(context, deadline);
-        if (!is_root) copy_bytes(data, context.arrival_of(root).payload.data(), size);
+        context.fabric.enter(deadline);
+        if (!is_root) copy_bytes(data, context.fabric.arrival(root).payload.data(), size);
         return;
     }
     if (!is_root) expect_writes(data, size);
@@ -152,7 +152,7 @@ void scatter(Context& context, std::byte* out, const std::byte* source, std::spa
     find_starts(counts, starts);
     const std::size_t largest = largest_of(counts);
     const bool is_root = context.rank == root;
-    std::byte* payload = begin(context, call_of(Operation::scatter, starts.back(), dtype, root));
+    std::byte* payload = context.fabric.begin(call_of(Operation::scatter, starts.back(), dtype, root));
     const std::size_t slot_bytes = segment_bytes(largest * counts.size() * element_size, context.fabric.layout());
     const std::size_t segment_elements = elements_in(slot_bytes / counts.size(), element_size);
     const std::size_t room = segment_elements * element_size;
@@ -197,7 +197,7 @@ void scatter(Context& context, std::byte* out, const std::byte* source, std::spa
 
 std::vector<std::string> share(Context& context, std::string_view name, std::string_view data,
                                const Deadline& deadline) {
-    std::byte* payload = begin(context, {.operation = static_cast<std::uint8_t>(Operation::share)});
+    std::byte* payload = context.fabric.begin({.operation = static_cast<std::uint8_t>(Operation::share)});
     std::memset(payload, 0, share_name_bytes);
     std::memcpy(payload, name.data(), std::min(name.size(), share_name_bytes));
     const std::uint64_t length = data.size();
@@ -211,8 +211,8 @@ std::vector<std::string> share(Context& context, std::string_view name, std::str
         [&](std::size_t, int) { return Range{.size = sizeof length + data.size()}; },
         [&](std::size_t, std::uint64_t number) {
             for (int r = 0; r < context.num_ranks; ++r)
-                if (std::memcmp(context.arrival_of(r).payload.data(), payload, share_name_bytes) != 0)
-                    throw_mismatch(context);
+                if (std::memcmp(context.fabric.arrival(r).payload.data(), payload, share_name_bytes) != 0)
+                    context.fabric.throw_mismatch();
             for (int r = 0; r < context.num_ranks; ++r) {
                 const std::byte* slot = context.fabric.slot(r, number);
                 std::uint64_t size = 0;

@@ -2,8 +2,8 @@
 
 #include "base/fresh_memory.h"
 #include "collectives/chain.h"
-#include "collectives/reduction.h"
-#include "collectives/pipeline.h"
+#include "collectives/reduction_folder.h"
+#include "collectives/exchange.h"
 #include "collectives/sizes.h"
 
 namespace ferrodist {
@@ -24,23 +24,33 @@ struct Elements {
     std::size_t size;
 };
 
-// Folds `count` elements inlined in the arrivals, of which this rank needs `wanted`: one wait, and nothing else to
-// read.
-void fold_inline(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source, Elements wanted,
-                 std::size_t count, std::size_t element_size, const Deadline& deadline) {
-    copy_bytes(folder.payload(), source, count * element_size);
-    enter(context, deadline);
+// Begins a call. Returns this rank's payload, in its arrival record, after the factor of a premultiplied sum.
+std::byte* begin(Fabric& fabric, const shm::Call& call, const Reduction& reduction) {
+    std::byte* payload = fabric.begin(call);
+    if (reduction.factor_bytes() != 0) std::memcpy(payload, &reduction.factor, sizeof reduction.factor);
+    return payload + reduction.factor_bytes();
+}
+
+// Folds `count` elements that fit into the arrival records, of which this rank needs `wanted`. No slots and no other
+// flags: one wait, after which all inputs are in the ranks' records.
+void fold_inline(Context& context, ReductionFolder& folder, const Reduction& reduction, std::byte* payload,
+                 std::byte* out, const std::byte* source, Elements wanted, std::size_t count,
+                 const Deadline& deadline) {
+    const std::size_t element_size = size_of(reduction.dtype);
+    copy_bytes(payload, source, count * element_size);
+    context.fabric.enter(deadline);
     if (out == nullptr) return;
-    const std::size_t offset = folder.factor_bytes() + wanted.begin * element_size;
-    folder.fold(out, wanted.size, [&](int r) { return context.arrival_of(r).payload.data() + offset; });
+    const std::size_t offset = reduction.factor_bytes() + wanted.begin * element_size;
+    folder.fold(out, wanted.size, [&](int r) { return context.fabric.arrival(r).payload.data() + offset; });
 }
 
 // Sends everything through one slot; every rank that needs the result folds all of it: one wait.
-void fold_one_shot(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source,
-                   std::size_t count, std::size_t element_size, int root, const Deadline& deadline) {
+void fold_one_shot(Context& context, ReductionFolder& folder, std::byte* payload, std::byte* out,
+                   const std::byte* source, std::size_t count, std::size_t element_size, int root,
+                   const Deadline& deadline) {
     const auto is_wanted_by = [&](int r) { return root < 0 || r == root; };
     exchange(
-        context, folder.payload(), {}, 1,
+        context, payload, {}, 1,
         [&](std::size_t, std::byte* slot) { context.into_shared.copy(slot, source, count * element_size); },
         [&](std::size_t, int r) { return Range{.size = is_wanted_by(r) ? count * element_size : 0}; },
         [&](std::size_t, std::uint64_t number) {
@@ -51,25 +61,25 @@ void fold_one_shot(Context& context, ReductionFolder& folder, std::byte* out, co
 }
 
 // Two ranks on two hosts: each sends the other its whole tensor and folds the whole. That takes as many bytes on the
-// wire as folding in parts, and one wait per segment. Nothing is staged: `source` is sent from its own memory, and may
+// wire as folding in chunks, and one wait per segment. Nothing is staged: `source` is sent from its own memory, and may
 // be equal to `out`.
 void fold_with_partner(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source,
                        const Segmentation& segmentation, int root, const Deadline& deadline) {
     Fabric& fabric = context.fabric;
-    const std::uint64_t base = context.segments;
+    const std::uint64_t base = fabric.next_segment();
     const bool partner_folds = root < 0 || root != context.rank;
     const auto send = [&](std::size_t k) {
         fabric.send_partner(base + k,
                             {source + segmentation.offset_bytes(k), partner_folds ? segmentation.size_bytes(k) : 0});
     };
-    await_slot(context, base, deadline);
+    await_slot(fabric, base, deadline);
     send(0);
-    enter(context, deadline);
+    fabric.enter(deadline);
     const std::size_t num_segments = segmentation.num_segments();
     for (std::size_t k = 0; k < num_segments; ++k) {
         const std::uint64_t number = base + k;
         if (k + 1 < num_segments) {
-            await_slot(context, number + 1, deadline);
+            await_slot(fabric, number + 1, deadline);
             send(k + 1);
         }
         fabric.await_exchanged(number, deadline);
@@ -77,14 +87,16 @@ void fold_with_partner(Context& context, ReductionFolder& folder, std::byte* out
         if (out != nullptr)
             folder.fold(out + segmentation.offset_bytes(k), segmentation.size_of(k),
                         [&](int r) { return r == context.rank ? own : fabric.slot(r, number); });
-        finish_segment(context, k, num_segments, number);
+        finish_segment(fabric, k, num_segments, number);
     }
-    context.segments = base + num_segments;
+    fabric.count_segments(num_segments);
 }
 
-// Segments of which each rank folds a part and the others read the result. `out` is null on ranks that need no result.
-void fold_in_parts(Context& context, ReductionFolder& folder, std::byte* out, const std::byte* source,
-                   std::size_t count, std::size_t element_size, int root, const Deadline& deadline) {
+// Segment by segment: each rank folds a chunk of it, and the others read the result. `out` is null on ranks that need
+// no result.
+void fold_in_chunks(Context& context, ReductionFolder& folder, std::byte* payload, std::byte* out,
+                    const std::byte* source, std::size_t count, std::size_t element_size, int root,
+                    const Deadline& deadline) {
     const shm::Layout& layout = context.fabric.layout();
     const Segmentation segmentation{
         .count = count,
@@ -92,28 +104,28 @@ void fold_in_parts(Context& context, ReductionFolder& folder, std::byte* out, co
         .segment_elements = elements_in(segment_bytes(count * element_size, layout), element_size)};
     const int rank = context.rank;
     const auto for_others = [&](std::size_t k, const auto& action) {
-        const Parts parts = divide(segmentation.size_of(k), context.num_ranks, element_size);
+        const Chunks chunks = divide(segmentation.size_of(k), context.num_ranks, element_size);
         for (int step = 1; step < context.num_ranks; ++step) {
             const int r = (rank + step) % context.num_ranks;  // staggered, so that not all ranks access the same one
-            action(r, parts.begin_of(r) * element_size, parts.size_of(r) * element_size);
+            action(r, chunks.begin_of(r) * element_size, chunks.size_of(r) * element_size);
         }
     };
     const auto range_of = [&](std::size_t k, int r) {
-        const Parts parts = divide(segmentation.size_of(k), context.num_ranks, element_size);
-        return Range{.offset = parts.begin_of(r) * element_size, .size = parts.size_of(r) * element_size};
+        const Chunks chunks = divide(segmentation.size_of(k), context.num_ranks, element_size);
+        return Range{.offset = chunks.begin_of(r) * element_size, .size = chunks.size_of(r) * element_size};
     };
-    // Zero-copy: each rank folds one part of the whole, and writes it to every rank's `out`.
+    // Zero-copy: each rank folds one chunk of the whole, and writes it to every rank's `out`.
     const Offer offer{.source = context.arenas->find(source, count * element_size),
                       .out = root < 0 ? context.arenas->find(out, count * element_size) : shm::SymmetricTensor{},
                       .needs_out = true};
     const auto direct = [&] {
-        const Parts parts = divide(count, context.num_ranks, element_size);
-        const std::size_t begin = parts.begin_of(rank) * element_size;
+        const Chunks chunks = divide(count, context.num_ranks, element_size);
+        const std::size_t begin = chunks.begin_of(rank) * element_size;
         const std::size_t block = copied_bytes / element_size;
-        for (std::size_t start = 0; start < parts.size_of(rank); start += block) {
+        for (std::size_t start = 0; start < chunks.size_of(rank); start += block) {
             // The others' calls may have raised while this rank was stopped: then their memory is theirs again.
             if (start != 0) context.fabric.check();
-            const std::size_t size = std::min(block, parts.size_of(rank) - start);
+            const std::size_t size = std::min(block, chunks.size_of(rank) - start);
             const std::size_t offset = begin + start * element_size;
             std::byte* own = offer.out.at(rank) + offset;
             folder.fold(own, size, [&](int r) { return offer.source.at(r) + offset; });
@@ -122,7 +134,7 @@ void fold_in_parts(Context& context, ReductionFolder& folder, std::byte* out, co
         }
     };
     exchange_folded(
-        context, folder.payload(), offer, segmentation.num_segments(),
+        context, payload, offer, segmentation.num_segments(),
         [&](std::size_t k, std::byte* slot) {
             for_others(k, [&](int, std::size_t offset, std::size_t size) {
                 context.into_shared.copy(slot + offset, source + segmentation.offset_bytes(k) + offset, size);
@@ -130,9 +142,9 @@ void fold_in_parts(Context& context, ReductionFolder& folder, std::byte* out, co
         },
         range_of,
         [&](std::size_t k, std::uint64_t number) {
-            const Parts parts = divide(segmentation.size_of(k), context.num_ranks, element_size);
-            const std::size_t offset = parts.begin_of(rank) * element_size;
-            const std::size_t size = parts.size_of(rank);
+            const Chunks chunks = divide(segmentation.size_of(k), context.num_ranks, element_size);
+            const std::size_t offset = chunks.begin_of(rank) * element_size;
+            const std::size_t size = chunks.size_of(rank);
             std::byte* slot = context.fabric.slot(rank, number) + offset;
             const std::byte* own = source + segmentation.offset_bytes(k) + offset;
             const auto at = [&](int r) { return r == rank ? own : context.fabric.slot(r, number) + offset; };
@@ -154,10 +166,10 @@ void fold_whole(Context& context, const shm::Call& call, std::byte* out, const s
     const std::size_t element_size = size_of(reduction.dtype);
     const std::size_t size = count * element_size;
     ReductionFolder folder(context, reduction);
-    folder.begin_call(call, reduction);
+    std::byte* payload = begin(context.fabric, call, reduction);
     if (out != source) expect_writes(out, size);
-    if (size + folder.factor_bytes() <= shm::max_inline_bytes) {
-        fold_inline(context, folder, out, source, {.begin = 0, .size = count}, count, element_size, deadline);
+    if (size + reduction.factor_bytes() <= shm::max_inline_bytes) {
+        fold_inline(context, folder, reduction, payload, out, source, {.begin = 0, .size = count}, count, deadline);
     } else if (context.num_ranks == 2 && context.fabric.has_remote_ranks()) {
         const Segmentation segmentation{
             .count = count,
@@ -165,11 +177,11 @@ void fold_whole(Context& context, const shm::Call& call, std::byte* out, const s
             .segment_elements = elements_in(partner_segment_bytes(context.fabric.layout()), element_size)};
         fold_with_partner(context, folder, out, source, segmentation, call.root, deadline);
     } else if (size <= one_shot_bytes(context.fabric.layout())) {
-        fold_one_shot(context, folder, out, source, count, element_size, call.root, deadline);
+        fold_one_shot(context, folder, payload, out, source, count, element_size, call.root, deadline);
     } else if (call.root < 0 && can_fold_in_chain(context.fabric, reduction)) {
         fold_in_chain(context, folder, out, source, count, reduction, deadline);
     } else {
-        fold_in_parts(context, folder, out, source, count, element_size, call.root, deadline);
+        fold_in_chunks(context, folder, payload, out, source, count, element_size, call.root, deadline);
     }
 }
 
@@ -195,11 +207,12 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
     const std::size_t largest = *std::max_element(counts.begin(), counts.end());
 
     ReductionFolder folder(context, reduction);
-    folder.begin_call(call_of(Operation::reduce_scatter, starts[ranks], reduction, -1, dim), reduction);
+    std::byte* payload =
+        begin(context.fabric, call_of(Operation::reduce_scatter, starts[ranks], reduction, -1, dim), reduction);
     const auto own_rank = static_cast<std::size_t>(context.rank);
-    if (starts[ranks] * element_size + folder.factor_bytes() <= shm::max_inline_bytes)
-        return fold_inline(context, folder, out, source, {.begin = starts[own_rank], .size = counts[own_rank]},
-                           starts[ranks], element_size, deadline);
+    if (starts[ranks] * element_size + reduction.factor_bytes() <= shm::max_inline_bytes)
+        return fold_inline(context, folder, reduction, payload, out, source,
+                           {.begin = starts[own_rank], .size = counts[own_rank]}, starts[ranks], deadline);
     expect_writes(out, counts[own_rank] * element_size);
     const std::size_t slot_bytes = segment_bytes(largest * ranks * element_size, context.fabric.layout());
     const std::size_t segment_elements = elements_in(slot_bytes / ranks, element_size);
@@ -213,7 +226,7 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
     const Offer offer =
         offer_source(context, Operation::reduce_scatter, source, starts[ranks] * element_size, largest * element_size);
     exchange(
-        context, folder.payload(), offer, (largest + segment_elements - 1) / segment_elements,
+        context, payload, offer, (largest + segment_elements - 1) / segment_elements,
         [&](std::size_t k, std::byte* slot) {
             for (int r = 0; r < context.num_ranks; ++r) {
                 if (r == context.rank) continue;
@@ -241,7 +254,7 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
             if (sources.are_mapped())
                 return folder.fold(out, count, [&](int r) { return offer.source.at(r) + offset; });
             // The others' parts go through this rank's slots, which stay in the cache.
-            std::byte* slot = context.fabric.slot(context.rank, context.segments);
+            std::byte* slot = context.fabric.slot(context.rank, context.fabric.next_segment());
             const std::size_t block = elements_in(context.fabric.layout().slot_bytes / ranks, element_size);
             for (std::size_t start = 0; start < count; start += block) {
                 const std::size_t size = std::min(block, count - start);

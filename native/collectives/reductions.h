@@ -12,6 +12,9 @@ struct Reduction {
     DType dtype;
     ReduceOp op;
     double factor = 1.0;  // this rank's factor, for a premultiplied sum
+
+    // Bytes that the factor takes at the front of a call's payload.
+    [[nodiscard]] std::size_t factor_bytes() const { return op == ReduceOp::premultiplied_sum ? sizeof factor : 0; }
 };
 
 // Folds `count` elements of all ranks' `source` into all ranks' `out`, which may be `source`.

@@ -5,14 +5,14 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "transport/shm/segment.h"
+#include "transport/shm/group_memory.h"
 
 namespace ferrodist {
 
-// Bytes of a vector register, and of a cache line: the alignment of a segment's parts.
-inline constexpr std::size_t part_alignment = 64;
+// Bytes of a vector register, and of a cache line: the alignment of a segment's chunks.
+inline constexpr std::size_t chunk_alignment = 64;
 
-// Up to this size every rank folds the whole: one wait in all. Above it each rank folds a part: two waits, less work.
+// Up to this size every rank folds the whole: one wait in all. Above it each rank folds a chunk: two waits, less work.
 inline std::size_t one_shot_bytes(const shm::Layout& layout) {
     std::size_t size = 4 * 1024;
     if (layout.num_ranks == 2) {
@@ -49,10 +49,10 @@ inline std::size_t partner_segment_bytes(const shm::Layout& layout) {
     return std::min<std::size_t>(128 * 1024, layout.slot_bytes);
 }
 
-// The number of elements of `element_size` that fit into `bytes`, in whole units of `part_alignment` bytes but at least
-// one.
+// The number of elements of `element_size` that fit into `bytes`, in whole units of `chunk_alignment` bytes but at
+// least one.
 inline std::size_t elements_in(std::size_t bytes, std::size_t element_size) {
-    const std::size_t aligned = bytes / part_alignment * part_alignment;
+    const std::size_t aligned = bytes / chunk_alignment * chunk_alignment;
     return std::max<std::size_t>(aligned / element_size, 1);
 }
 

@@ -43,7 +43,7 @@ public:
             check();
             await_turn(ticket, deadline);
             const Turn turn(*this, ticket);
-            const std::uint64_t sequence = context_.sequence + 1;
+            const std::uint64_t sequence = fabric_.sequence() + 1;
             try {
                 check();
                 collective(context_, deadline);
@@ -118,13 +118,13 @@ public:
     // Registers symmetric memory that all ranks have mapped.
     void add_arena(const std::shared_ptr<const shm::Arena>& arena) { arenas_.add(arena); }
 
-    // Aborts the group for all ranks of this host; see Segment::abort.
+    // Aborts the group for all ranks of this host; see GroupMemory::abort.
     void abort(std::string_view record) {
         fabric_.abort(record);
         mark_broken();
     }
 
-    // Leaves the group; see Segment::leave.
+    // Leaves the group; see GroupMemory::leave.
     void leave() {
         fabric_.leave();
         mark_broken();
@@ -159,7 +159,9 @@ private:
 
     Fabric fabric_;
     shm::Arenas arenas_;
-    Context context_;  // owned by the holder of the turn: `turn_` is stored after a change and loaded before a read
+    // It and the fabric's counters are owned by the holder of the turn: `turn_` is stored after a change and loaded
+    // before a read.
+    Context context_;
     std::atomic<std::uint64_t> reserved_{0};
     std::atomic<std::uint64_t> turn_{0};
     std::atomic<bool> is_broken_{false};

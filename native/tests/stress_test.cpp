@@ -260,9 +260,9 @@ Group make_group(const std::vector<int>& hosts, bool is_oversubscribed, std::siz
         auto& memory = memories[hosts[own]];
         if (!memory) {
             memory = make_memory(layout.size_bytes());
-            shm::Segment(memory, layout).initialize();
+            shm::GroupMemory(memory, layout).initialize();
         }
-        auto segment = std::make_shared<shm::Segment>(memory, layout);
+        auto segment = std::make_shared<shm::GroupMemory>(memory, layout);
         std::unique_ptr<tcp::Links> links;
         if (num_local < num_ranks) links = std::make_unique<tcp::Links>(sockets[own], slot_size);
         group.push_back(std::make_unique<Communicator>(Fabric(std::move(segment), rank, std::move(links), hosts)));
@@ -491,7 +491,7 @@ void stopped_arrivals() {
     const shm::Layout layout{
         .num_ranks = 3, .group_size = 3, .slot_bytes = slot_bytes, .is_oversubscribed = true, .spin_micros = 20};
     const auto memory = make_memory(layout.size_bytes());
-    shm::Segment segment(memory, layout);
+    shm::GroupMemory segment(memory, layout);
     segment.initialize();
     segment.arrival(0, 1).sequence.store(1);
     try {
@@ -511,13 +511,13 @@ void abort_precedes_leaving(std::uint64_t num_rounds) {
     const shm::Layout layout{.num_ranks = num_ranks, .group_size = num_ranks, .slot_bytes = 4096, .spin_micros = 0};
     const auto memory = make_memory(layout.size_bytes());
     for (std::uint64_t round = 0; round < num_rounds; ++round) {
-        std::array<std::unique_ptr<shm::Segment>, 2> segments;
-        for (auto& segment : segments) segment = std::make_unique<shm::Segment>(memory, layout);
+        std::array<std::unique_ptr<shm::GroupMemory>, 2> segments;
+        for (auto& segment : segments) segment = std::make_unique<shm::GroupMemory>(memory, layout);
         segments[0]->initialize();
         for (int rank = 3; rank < num_ranks; ++rank) segments[0]->arrival(rank, 1).sequence.store(1);
         std::atomic<int> num_there{0};
         run_ranks(2, [&](int rank) {
-            shm::Segment& own = *segments[static_cast<std::size_t>(rank)];
+            shm::GroupMemory& own = *segments[static_cast<std::size_t>(rank)];
             num_there.fetch_add(1);
             while (num_there.load() < 2) relax();
             if (rank == 0) {

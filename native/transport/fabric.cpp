@@ -21,7 +21,7 @@ constexpr auto host_poll_period = std::chrono::microseconds(200);
 // 20 and 1 MiB 277 with 3 ms; 91 and 1157 with sleeping after 300 us and a yield at each clock check.
 
 // Each rank's index among the ranks of its host.
-std::vector<int> indexes_in_segment(const std::vector<int>& hosts) {
+std::vector<int> local_indexes(const std::vector<int>& hosts) {
     std::vector<int> indexes;
     for (auto own = hosts.begin(); own != hosts.end(); ++own)
         indexes.push_back(static_cast<int>(std::count(hosts.begin(), own, *own)));
@@ -45,67 +45,72 @@ Chain chain_of(const std::vector<int>& hosts, int rank) {
 
 }  // namespace
 
-Fabric::Fabric(std::shared_ptr<shm::Segment> segment, int rank, std::unique_ptr<tcp::Links> links,
+Fabric::Fabric(std::shared_ptr<shm::GroupMemory> memory, int rank, std::unique_ptr<tcp::Links> links,
                const std::vector<int>& hosts)
-    : segment_(std::move(segment)),
+    : memory_(std::move(memory)),
       links_(std::move(links)),
       rank_(rank),
-      local_indexes_(indexes_in_segment(hosts)),
+      local_indexes_(local_indexes(hosts)),
       chain_(chain_of(hosts, rank)),
-      has_local_peers_(segment_->layout().num_ranks > 1),
-      layout_(segment_->layout()) {
+      has_local_peers_(memory_->layout().num_ranks > 1),
+      layout_(memory_->layout()) {
     layout_.num_ranks = layout_.group_size;
 }
 
-void Fabric::publish_counts(std::uint64_t sequence, std::span<const std::size_t> counts) {
-    const auto row = this->counts(rank_, sequence);
+void Fabric::publish_counts(std::span<const std::size_t> counts) {
+    const auto row = this->counts(rank_);
     std::copy(counts.begin(), counts.end(), row.begin());
     if (!links_) return;
     for (int r = 0; r < num_ranks(); ++r)
-        if (links_->is_remote(r)) links_->send(r, tcp::LinkFrameType::counts, sequence, 0, std::as_bytes(row));
+        if (links_->is_remote(r)) links_->send(r, tcp::LinkFrameType::counts, sequence_, 0, std::as_bytes(row));
 }
 
-void Fabric::arrive(std::uint64_t sequence, const Deadline& deadline) {
-    if (!links_) return segment_->arrive(rank_, sequence, deadline);
-    sequence_ = sequence;
-    shm::Arrival& line = arrival(rank_, sequence);
-    const auto* data = reinterpret_cast<const std::byte*>(&line.call);
+void Fabric::throw_mismatch() const {
+    std::string lines;
+    for (int each = 0; each < num_ranks(); ++each) {
+        const shm::Arrival& record = arrival(each);
+        lines.append(reinterpret_cast<const char*>(&record.call), sizeof record.call);
+        lines.append(reinterpret_cast<const char*>(record.payload.data()), record.payload.size());
+    }
+    throw Failure(FailureKind::mismatch, {}, std::move(lines));
+}
+
+void Fabric::arrive_over_links(const Deadline& deadline) {
+    entered_ = sequence_;
+    shm::Arrival& own = arrival(rank_);
+    const auto* data = reinterpret_cast<const std::byte*>(&own.call);
     for (int r = 0; r < num_ranks(); ++r)
         if (links_->is_remote(r))
-            links_->send(r, tcp::LinkFrameType::arrival, sequence, 0, {data, sizeof line - sizeof line.sequence});
-    segment_->publish(line.sequence, sequence);
-    LongWait::Watch watch(segment_->long_wait, sequence);
-    wait_for_all([&](int r) { return arrival(r, sequence).sequence.load() >= sequence; }, FailureKind::late, deadline,
-                 &watch);
+            links_->send(r, tcp::LinkFrameType::arrival, sequence_, 0, {data, sizeof own - sizeof own.sequence});
+    memory_->publish(own.sequence, sequence_);
+    LongWait::Watch watch(memory_->long_wait, sequence_);
+    wait_for_all([&](int r) { return arrival(r).sequence.load() >= sequence_; }, FailureKind::late, deadline, &watch);
 }
 
 void Fabric::publish_done(std::uint64_t number) {
     if (links_)
         for (int r = 0; r < num_ranks(); ++r)
             if (links_->is_remote(r)) links_->send(r, tcp::LinkFrameType::done, number, 0, {});
-    segment_->publish(own().done, number);
+    memory_->publish(own().done, number);
 }
 
-void Fabric::await(shm::Flag shm::Progress::*flag, std::uint64_t value, const Deadline& deadline) {
-    if (!links_) return segment_->await(flag, value, deadline);
-    wait_for_all([&](int r) { return (progress(r).*flag).load() >= value; }, FailureKind::stalled, deadline);
+void Fabric::await(shm::Flag shm::RankFlags::* flag, std::uint64_t value, const Deadline& deadline) {
+    if (!links_) return memory_->await(flag, value, deadline);
+    wait_for_all([&](int r) { return (flags(r).*flag).load() >= value; }, FailureKind::stalled, deadline);
 }
 
-void Fabric::await_host(shm::Flag shm::Progress::*flag, std::uint64_t value, const Deadline& deadline) {
-    wait_for_all([&](int r) { return links_->is_remote(r) || (progress(r).*flag).load() >= value; },
-                 FailureKind::stalled, deadline);
-}
-
-void Fabric::await_rank(int rank, shm::Flag shm::Progress::*flag, std::uint64_t value, const Deadline& deadline) {
-    wait_for_all([&](int r) { return r != rank || (progress(r).*flag).load() >= value; }, FailureKind::stalled,
+void Fabric::await_host(shm::Flag shm::RankFlags::* flag, std::uint64_t value, const Deadline& deadline) {
+    wait_for_all([&](int r) { return links_->is_remote(r) || (flags(r).*flag).load() >= value; }, FailureKind::stalled,
                  deadline);
+}
+
+void Fabric::await_rank(int rank, shm::Flag shm::RankFlags::* flag, std::uint64_t value, const Deadline& deadline) {
+    wait_for_all([&](int r) { return r != rank || (flags(r).*flag).load() >= value; }, FailureKind::stalled, deadline);
 }
 
 void Fabric::await_exchanged(std::uint64_t number, const Deadline& deadline) {
     wait_for_all(
-        [&](int r) {
-            return r == rank_ || (progress(r).staged.load() > number && !links_->has_unsent_staged(r, number));
-        },
+        [&](int r) { return r == rank_ || (flags(r).staged.load() > number && !links_->has_unsent_staged(r, number)); },
         FailureKind::stalled, deadline);
 }
 
@@ -130,15 +135,15 @@ void Fabric::wait_for_all(const IsThere& is_ready, FailureKind timeout_kind, con
         return ranks;
     };
     links_->write();
-    links_->check(sequence_);
+    links_->check(entered_);
     if (is_over()) return;
     expect_wait();
     Spin spin(*contention_, std::chrono::microseconds(layout_.spin_micros),
               layout_.is_oversubscribed ? Spin::oversubscribed : Spin::on_connections,
-              layout_.group_size - segment_->layout().num_ranks);
+              layout_.group_size - memory_->layout().num_ranks);
     while (true) {
         const bool has_moved = links_->move();
-        links_->check(sequence_);
+        links_->check(entered_);
         if (is_over()) return;
         if (has_moved) {
             spin.restart();
@@ -150,9 +155,9 @@ void Fabric::wait_for_all(const IsThere& is_ready, FailureKind timeout_kind, con
         std::vector<int> ranks = lagging();
         if (ranks.empty()) return;  // they have just arrived
         for (const int r : ranks) {
-            if (links_->is_remote(r) ? !links_->is_gone(r) : progress(r).left.load() == 0) continue;
+            if (links_->is_remote(r) ? !links_->is_gone(r) : flags(r).left.load() == 0) continue;
             if (is_ready(r)) continue;
-            check();  // as in Segment::wait_until
+            check();  // as in GroupMemory::wait_until
             throw Failure(links_->is_remote(r) ? FailureKind::lost : FailureKind::left, {r});
         }
         if (deadline.expired()) throw Failure(timeout_kind, std::move(ranks));
@@ -172,17 +177,17 @@ void Fabric::report_failure(std::uint64_t sequence) noexcept {
 }
 
 void Fabric::leave() {
-    segment_->leave(links_ ? local(rank_) : rank_);
+    memory_->leave(links_ ? local(rank_) : rank_);
     if (links_) links_->leave();
 }
 
 void Fabric::stop() noexcept {
-    segment_->stop();
+    memory_->stop();
     if (links_) links_->drop();
 }
 
 void Fabric::abort(std::string_view record) {
-    segment_->abort(record);
+    memory_->abort(record);
     if (links_) links_->wake();
 }
 

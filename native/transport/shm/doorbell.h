@@ -12,7 +12,7 @@
 #include <chrono>
 #include <cstdint>
 
-#include "transport/shm/segment.h"
+#include "transport/shm/group_memory.h"
 
 namespace ferrodist::shm {
 

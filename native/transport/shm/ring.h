@@ -18,7 +18,7 @@
 #include "transport/channel.h"
 #include "transport/shm/doorbell.h"
 #include "transport/shm/memory.h"
-#include "transport/shm/segment.h"
+#include "transport/shm/group_memory.h"
 #include "transport/shm/shared_copy.h"
 
 namespace ferrodist::shm {

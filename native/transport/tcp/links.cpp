@@ -161,13 +161,13 @@ void Links::handle_frame(Peer& peer, int rank) {
         case LinkFrameType::counts:
             break;
         case LinkFrameType::staged:
-            peer.progress.staged.store(number + 1);
+            peer.flags.staged.store(number + 1);
             break;
         case LinkFrameType::folded:
-            peer.progress.folded.store(number + 1);
+            peer.flags.folded.store(number + 1);
             break;
         case LinkFrameType::done:
-            peer.progress.done.store(number);
+            peer.flags.done.store(number);
             break;
         case LinkFrameType::failed:
             if (number < failed_at_) {

@@ -21,7 +21,7 @@
 
 #include "base/descriptor.h"
 #include "base/failure.h"
-#include "transport/shm/segment.h"
+#include "transport/shm/group_memory.h"
 
 namespace ferrodist::tcp {
 
@@ -52,7 +52,7 @@ public:
     [[nodiscard]] std::span<std::uint64_t> counts(int rank, std::uint64_t sequence) const {
         return peers_[index(rank)]->counts[sequence & 1];
     }
-    [[nodiscard]] shm::Progress& progress(int rank) const { return peers_[index(rank)]->progress; }
+    [[nodiscard]] shm::RankFlags& flags(int rank) const { return peers_[index(rank)]->flags; }
     [[nodiscard]] std::byte* slot(int rank, std::uint64_t segment) const {
         return peers_[index(rank)]->slots.get() + segment % shm::num_slots * slot_bytes_;
     }
@@ -115,7 +115,7 @@ private:
 
         shm::Arrival arrivals[2]{};
         std::vector<std::uint64_t> counts[2];
-        shm::Progress progress{};
+        shm::RankFlags flags{};
         std::unique_ptr<std::byte[]> slots;
 
         [[nodiscard]] bool has_unsent() const { return !is_gone && first_unsent < outgoing.size(); }

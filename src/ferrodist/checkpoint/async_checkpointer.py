@@ -20,7 +20,7 @@ import torch
 from ferrodist.arguments import check_int
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.checkpoint.commit import remove_uncommitted
-from ferrodist.checkpoint.consensus import all_or_none, call_on_all, resolve_ranks, run_on_rank0
+from ferrodist.checkpoint.consensus import all_or_none, call_on_all, resolve_group_or_alone, run_on_rank0
 from ferrodist.checkpoint.retention import remove_old
 from ferrodist.checkpoint.save import Save, SaveOptions
 from ferrodist.checkpoint.save_plan import DEFAULT_FILE_BYTES
@@ -158,7 +158,7 @@ class AsyncCheckpointer:
     ) -> None:
         if keep_last is not None:
             check_int("keep_last", keep_last, min=1)
-        self._group = resolve_ranks(group)
+        self._group = resolve_group_or_alone(group)
         self._timeout = resolve_timeout(timeout)
         deadline = Deadline(self._timeout)
         self.dir = call_on_all(

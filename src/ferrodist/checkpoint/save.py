@@ -37,7 +37,7 @@ import msgspec
 
 from ferrodist.arguments import check_int
 from ferrodist.checkpoint.commit import check_owned, commit, make_manifest, remove_dead_saves
-from ferrodist.checkpoint.consensus import Phase, Rank0Exchange, call_on_all, is_of_group, resolve_ranks
+from ferrodist.checkpoint.consensus import Phase, Rank0Exchange, call_on_all, is_of_group, resolve_group_or_alone
 from ferrodist.checkpoint.format.manifest import hash_bytes
 from ferrodist.checkpoint.format.safetensors import dtype_name
 from ferrodist.checkpoint.retention import remove_old
@@ -108,12 +108,12 @@ def save_distributed(
         DistributedError: A rank was lost or is late. If that was rank 0 at the very end, the checkpoint may be
             complete; otherwise the previous one is unchanged.
     """
-    ranks, deadline = resolve_ranks(group), Deadline(resolve_timeout(timeout))
+    group, deadline = resolve_group_or_alone(group), Deadline(resolve_timeout(timeout))
     options = SaveOptions(max_file_bytes, check_replicas, shards, keep_last, storage_options)
-    save = Save(path, ranks, options)
+    save = Save(path, group, options)
     save.prepare(state, "open a checkpoint", deadline)
-    save.write_and_commit(ranks, deadline)
-    if keep_last is not None and ranks.rank == 0:
+    save.write_and_commit(group, deadline)
+    if keep_last is not None and group.rank == 0:
         remove_old(save.storage.url, keep_last, storage_options)
 
 
@@ -157,7 +157,7 @@ class Save:
         try:
             own_files = exchange.run(phase, report, "plan a checkpoint", self._make_plan)
         except BaseException as error:
-            if exchange.may_be_answered:
+            if exchange.rank0_may_have_acted:
                 self.discard(error)
             raise
         self._save_id, self._files = msgspec.msgpack.decode(own_files, type=tuple[str, list[FilePlan]])
@@ -172,7 +172,7 @@ class Save:
         self.storage = open_storage(self._path, options.storage_options)
         if options.keep_last is not None:
             parent_path(self.storage.url)  # ValueError without one
-        phase.go_on("prepare a checkpoint", self.storage.url)
+        phase.begin_next("prepare a checkpoint", self.storage.url)
         collected = collect_state(state, self._partials)
         check_int("max_file_bytes", options.max_file_bytes, min=1)
         encoder = Encoder(self._group.rank)
@@ -220,7 +220,7 @@ class Save:
         except BaseException as error:
             # Once rank 0 may have all reports it may commit at any moment, whatever becomes of the group: as long as it
             # lives the files are not for other ranks to remove.
-            if self._group.rank == 0 or not exchange.may_be_answered:
+            if self._group.rank == 0 or not exchange.rank0_may_have_acted:
                 self.discard(error)
             elif isinstance(error, DistributedError) and is_of_group(error):
                 self._remove_dead(error)

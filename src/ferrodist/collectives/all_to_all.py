@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ferrodist.arguments import check_int
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.cuda import record_use_on_streams
+from ferrodist.backends.native.binding import compiled
 from ferrodist.collectives.arguments import (
     check_dim,
     check_out,
@@ -24,7 +25,7 @@ from ferrodist.collectives.arguments import (
 )
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.fast_path import fast_all_to_all, fast_barrier, start_all_to_all
+from ferrodist.collectives.fast_path import start_all_to_all
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.work import PreparedCall, execute, submit
 from ferrodist.torch_private.profiling import is_profiling
@@ -52,7 +53,7 @@ def barrier(group: Backend | None = None, *, timeout: float | None = None) -> No
     if is_profiling() and not is_recorded():
         record(barrier, group, timeout=timeout)
         return
-    if timeout is None and fast_barrier(group):
+    if timeout is None and compiled.fast_barrier(group):
         return
     chosen, limit = group_and_timeout(group, timeout)
     op = CollectiveOp(kind=CollectiveKind.BARRIER, timeout=limit)
@@ -112,7 +113,7 @@ def all_to_all(
     if is_profiling() and not is_recorded():
         return record(all_to_all, tensors, group=group, out=out, timeout=timeout)
     if timeout is None and isinstance(tensors, torch.Tensor) and (out is None or isinstance(out, torch.Tensor)):
-        result: torch.Tensor | None = fast_all_to_all(tensors, group, out)
+        result: torch.Tensor | None = compiled.fast_all_to_all(tensors, group, out)
         if result is not None:
             return result
     return execute(_all_to_all(tensors, group, out, timeout))

@@ -5,8 +5,9 @@ is outside of `coalesce`. The engine checks such tensors itself. All other calls
 take the general path. Both paths meet in the engine, so different ranks may take different ones.
 
 A collective's function takes the arguments of its public namesake and returns the result, or None before anything has
-happened. Those that block are in native/bindings/fast_path.cpp. `fast_barrier` returns whether it is done, and so does
-`fast_allreduce_data`, which is in place and invisible to autograd.
+happened. Those that block are C++, in native/bindings/fast_path.cpp, and called as ``compiled.fast_allreduce``;
+`fast_barrier` returns whether it is done, and so does `fast_allreduce_data`, which is in place and invisible to
+autograd. Those that start a collective, and point-to-point, are here.
 
 A point-to-point function returns a `Progress` when the call did not simply complete. The general path then continues
 where the engine stopped, in the time that is left, and raises what errors there are.
@@ -22,7 +23,7 @@ import torch
 from typing_extensions import override
 
 from ferrodist.backends import process_group
-from ferrodist.backends.native.binding import is_native_available, load
+from ferrodist.backends.native.binding import compiled, is_native_available
 from ferrodist.backends.process_group import find_group
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives.reduce_op import DTYPES
@@ -31,7 +32,7 @@ from ferrodist.collectives.work import PendingCollective, collector
 from ferrodist.deadline import before_warning, check_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from ferrodist.backends.base import Backend
 
@@ -165,23 +166,8 @@ class _NativeWork(PendingCollective[torch.Tensor]):
         return out
 
 
-def _never(*_: object) -> None:
-    """Take the general path."""
-
-
 if is_native_available():
-    _native = load()
-    _native.load_fast_paths(collector, *process_group.default_holders(), _like, _gathered, _scattered)
-    fast_all_gather: Callable[..., Any] = _native.fast_all_gather
-    fast_all_to_all: Callable[..., Any] = _native.fast_all_to_all
-    fast_allreduce: Callable[..., Any] = _native.fast_allreduce
-    fast_allreduce_data: Callable[..., Any] = _native.fast_allreduce_data
-    fast_barrier: Callable[..., Any] = _native.fast_barrier
-    fast_broadcast: Callable[..., Any] = _native.fast_broadcast
-    fast_reduce_scatter: Callable[..., Any] = _native.fast_reduce_scatter
-else:
-    fast_all_gather = fast_all_to_all = fast_allreduce = fast_allreduce_data = _never
-    fast_barrier = fast_broadcast = fast_reduce_scatter = _never
+    compiled.load_fast_paths(collector, *process_group.default_holders(), _like, _gathered, _scattered)
 
 
 class Progress(NamedTuple):

@@ -1,6 +1,7 @@
 """allreduce, reduce and broadcast; reduce and broadcast are each other's gradient.
 
-`gpu_allreduce` and `gpu_broadcast` take tensors on GPUs only.
+A plain call of `allreduce` or `broadcast` goes straight into the compiled engine; every other call takes the general
+path, as a `CollectiveOp`. `gpu_allreduce` and `gpu_broadcast` take tensors on GPUs only.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
+from ferrodist.backends.native.binding import compiled
 from ferrodist.collectives.all_gather import all_gather, scale_gradient
 from ferrodist.collectives.arguments import (
     check_out_of_root,
@@ -22,7 +24,7 @@ from ferrodist.collectives.arguments import (
     prepare_out,
 )
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.fast_path import fast_allreduce, fast_broadcast, start_allreduce, start_broadcast
+from ferrodist.collectives.fast_path import start_allreduce, start_broadcast
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import Op, ReduceOp, check_reduction, is_linear, widen
 from ferrodist.collectives.work import PreparedCall, execute, submit
@@ -68,7 +70,8 @@ def allreduce(
     """
     if is_profiling() and not is_recorded():
         return record(allreduce, tensor, op, group=group, out=out, timeout=timeout)
-    result = fast_allreduce(tensor, op, group, out) if timeout is None else None
+    # Plain calls go straight into C++, native/bindings/fast_path.cpp; None: they take the general path.
+    result = compiled.fast_allreduce(tensor, op, group, out) if timeout is None else None
     return execute(_allreduce(tensor, op, group, out, timeout)) if result is None else result
 
 
@@ -98,7 +101,7 @@ def _allreduce(
     saved, saves_result = _saved_for_backward(tensor, op)
     backward = partial(_allreduce_backward, op, chosen)
     finish = finish_with(target, tensor, out, backward, *saved, saves_result=saves_result)
-    call = CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=source, out=target.flat, op=op, timeout=limit)
+    call = CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=source, out=target.flat, reduction=op, timeout=limit)
     return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
 
 
@@ -180,7 +183,12 @@ def reduce(
     backward = partial(_reduce_backward, tensor.shape, op, dst, chosen)
     finish = finish_with(target, tensor, out, backward, *saved, saves_result=saves_result, once=True)
     call = CollectiveOp(
-        kind=CollectiveKind.REDUCE, source=source, out=target.flat if is_root else None, op=op, root=dst, timeout=limit
+        kind=CollectiveKind.REDUCE,
+        source=source,
+        out=target.flat if is_root else None,
+        reduction=op,
+        root=dst,
+        timeout=limit,
     )
     return execute(PreparedCall(op=call, group=chosen, engine=engine, finish=finish))
 
@@ -226,7 +234,7 @@ def broadcast(
     """
     if is_profiling() and not is_recorded():
         return record(broadcast, tensor, root, group=group, out=out, timeout=timeout)
-    result = fast_broadcast(tensor, root, group, out) if timeout is None else None
+    result = compiled.fast_broadcast(tensor, root, group, out) if timeout is None else None
     return execute(_broadcast(tensor, root, group, out, timeout)) if result is None else result
 
 

@@ -13,15 +13,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore  # type: ignore[attr-defined] # its stub leaves it out
 
 from ferrodist.backends.lifecycle import ExitStage, at_exit, cancel_at_exit
+from ferrodist.backends.native.binding import compiled
 from ferrodist.backends.process_group import abort_on_unhandled_exception
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.collectives.arguments import check_root
 from ferrodist.collectives.fast_path import (
-    fast_all_gather,
-    fast_allreduce_data,
-    fast_barrier,
-    fast_broadcast,
-    fast_reduce_scatter,
     start_all_gather,
     start_allreduce,
     start_broadcast,
@@ -29,13 +25,13 @@ from ferrodist.collectives.fast_path import (
 )
 from ferrodist.errors import InvalidRankError, UnsupportedOpError
 from ferrodist.torch_backend import collectives
+from ferrodist.torch_backend.argument_forms import accept_options, recorded
 from ferrodist.torch_backend.buffer_pool import BufferPool
 from ferrodist.torch_backend.collectives import only, plain_reduction, reduction
 from ferrodist.torch_backend.futures import ThreadPool
-from ferrodist.torch_backend.signatures import accept_options, recorded
 from ferrodist.torch_backend.sparse import sparse_allreduce
 from ferrodist.torch_backend.work import (
-    CallbackStreams,
+    CallbackLevels,
     DoneWork,
     FerrodistWork,
     JoinedWork,
@@ -84,10 +80,11 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         super().__init__(group.rank, group.world_size)  # type: ignore[call-arg] # with a store it is for C++ alone
         self.group = group
         self._store = store
-        self._names = (group.name, "undefined")
+        self._torch_name = group.name
+        self._description = "undefined"
         self._threads = ThreadPool(f"ferrodist-futures-{group.name}")
         self._done = DoneWork([], self._threads)
-        self._streams = CallbackStreams(group, self._threads)
+        self._levels = CallbackLevels(group, self._threads)
         self._retained: deque[FerrodistWork] = deque(maxlen=_NUM_RETAINED_WORKS)
         self._sends = PendingSends()
         self._pool = BufferPool()
@@ -107,19 +104,19 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     def getGroupName(self) -> str:  # noqa: N802
         """The group's name in torch."""
-        return self._names[0]
+        return self._torch_name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         """Set the group's name."""
-        self._names = (name, self._names[1])
+        self._torch_name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
         """The user's description of the group."""
-        return self._names[1]
+        return self._description
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         """Set the description."""
-        self._names = (self._names[0], description)
+        self._description = description
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -164,7 +161,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later calls. Groups that were made from this one keep theirs."""
         seconds = timeout.total_seconds()
-        for group in self._streams.groups:
+        for group in self._levels.groups:
             group.timeout = seconds
 
     # Leaving the group.
@@ -178,9 +175,9 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         cancel_at_exit(ExitStage.TORCH_GROUPS, self._leave_at_exit)
         try:
             if can_drain():
-                drain_pending(self._streams.groups, self._sends)
+                drain_pending(self._levels.groups, self._sends)
         finally:  # also when the wait is interrupted
-            for group in reversed(self._streams.groups):
+            for group in reversed(self._levels.groups):
                 group.close()
             self._threads.close()
 
@@ -188,7 +185,8 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         abort_on_unhandled_exception(self.group)
         self.shutdown()
 
-    # Collectives. Those that programs call most try the compiled fast path first.
+    # Collectives. Those that programs call most try the compiled fast path first, if they have the default timeout:
+    # torch's unset timeout is -1 ms, whose days are negative.
 
     @accept_options(dist.AllreduceOptions, 1, "op", in_lists=True)
     def allreduce(self, tensors: Tensors, opts: Any) -> FerrodistWork:
@@ -196,13 +194,13 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         tensor = only(tensors, "allreduce")
         op = plain_reduction(opts.reduceOp)
         if op is not None and opts.timeout.days < 0:
-            stream = self._streams.current()
+            level = self._levels.current()
             if opts.asyncOp:
                 data = tensor.data
-                started = start_allreduce(data, op, stream.group, data)
+                started = start_allreduce(data, op, level.group, data)
                 if started is not None:
-                    return self._returned(stream.work_of(started, [tensor]))
-            elif fast_allreduce_data(tensor, op, stream.group):
+                    return self._returned(level.work_of(started, [tensor]))
+            elif compiled.fast_allreduce_data(tensor, op, level.group):
                 return self._done
         if tensor.layout is torch.strided:
             return self._run(collectives.allreduce(tensor, reduction(opts.reduceOp)), opts)
@@ -219,12 +217,12 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         tensor = only(tensors, "broadcast")
         check_root(self.group, opts.rootRank, "root")
         if opts.timeout.days < 0:
-            stream, data = self._streams.current(), tensor.data
+            level, data = self._levels.current(), tensor.data
             if opts.asyncOp:
-                started = start_broadcast(data, opts.rootRank, stream.group, data)
+                started = start_broadcast(data, opts.rootRank, level.group, data)
                 if started is not None:
-                    return self._returned(stream.work_of(started, [tensor]))
-            elif fast_broadcast(data, opts.rootRank, stream.group, data) is not None:
+                    return self._returned(level.work_of(started, [tensor]))
+            elif compiled.fast_broadcast(data, opts.rootRank, level.group, data) is not None:
                 return self._done
         return self._run(collectives.broadcast(self.group, tensor, opts.rootRank), opts)
 
@@ -254,12 +252,12 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Gather tensors into one on every rank."""
         if opts.timeout.days < 0 and output.is_contiguous() and tensor.is_contiguous():
-            stream, out, data = self._streams.current(), output.data.view(-1), tensor.data.view(-1)
+            level, out, data = self._levels.current(), output.data.view(-1), tensor.data.view(-1)
             if opts.asyncOp:
-                started = start_all_gather(data, 0, stream.group, out)
+                started = start_all_gather(data, 0, level.group, out)
                 if started is not None:
-                    return self._returned(stream.work_of(started, [output]))
-            elif fast_all_gather(data, 0, stream.group, out) is not None:
+                    return self._returned(level.work_of(started, [output]))
+            elif compiled.fast_all_gather(data, 0, level.group, out) is not None:
                 return self._done
         return self._run(collectives.all_gather_single(self.group, output, tensor), opts)
 
@@ -309,12 +307,12 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Fold a tensor over the ranks; rank r gets the r-th part."""
         op = plain_reduction(opts.reduceOp)
         if op is not None and opts.timeout.days < 0 and output.is_contiguous() and tensor.is_contiguous():
-            stream, out, data = self._streams.current(), output.data.view(-1), tensor.data.view(-1)
+            level, out, data = self._levels.current(), output.data.view(-1), tensor.data.view(-1)
             if opts.asyncOp:
-                started = start_reduce_scatter(data, op, 0, stream.group, out)
+                started = start_reduce_scatter(data, op, 0, level.group, out)
                 if started is not None:
-                    return self._returned(stream.work_of(started, [output]))
-            elif fast_reduce_scatter(data, op, 0, stream.group, out) is not None:
+                    return self._returned(level.work_of(started, [output]))
+            elif compiled.fast_reduce_scatter(data, op, 0, level.group, out) is not None:
                 return self._done
         call = collectives.reduce_scatter_single(self.group, output, tensor, reduction(opts.reduceOp))
         return self._run(call, opts)
@@ -347,14 +345,14 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @accept_options(dist.BarrierOptions, 0)
     def barrier(self, opts: Any) -> FerrodistWork:
         """Wait for all ranks."""
-        if not opts.asyncOp and opts.timeout.days < 0 and fast_barrier(self._streams.current().group):
+        if not opts.asyncOp and opts.timeout.days < 0 and compiled.fast_barrier(self._levels.current().group):
             return self._done
         return self._run(collectives.barrier(), opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: FBT001, FBT002
         """Wait for all ranks; every barrier of ferrodist names all stragglers. A timeout of 0 is not the default."""
         del wait_all_ranks
-        self._streams.current().group.barrier(0.0 if timeout == timedelta(0) else seconds_of(timeout))
+        self._levels.current().group.barrier(0.0 if timeout == timedelta(0) else seconds_of(timeout))
 
     # Point-to-point.
 
@@ -425,10 +423,10 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     # Running calls, and returning their work to torch.
 
     def _run(self, call: CheckedCall, opts: Any) -> FerrodistWork:
-        return self._returned(self._streams.current().run(call, opts))
+        return self._returned(self._levels.current().run(call, opts))
 
     def _run_all(self, calls: list[CheckedCall], opts: Any) -> FerrodistWork:
-        return self._returned(self._streams.current().run_all(calls, opts))
+        return self._returned(self._levels.current().run_all(calls, opts))
 
     def _join(self, works: list[FerrodistWork]) -> FerrodistWork:
         started = [work for work in works if work is not self._done]

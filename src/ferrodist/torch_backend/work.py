@@ -1,6 +1,6 @@
 """The `Work` objects that torch's functions return, and how a group starts, orders and drains what they stand for.
 
-A collective becomes a `CollectiveWork`, started in the `CallbackStream` of the thread's depth of callbacks; a send or
+A collective becomes a `CollectiveWork`, started in the `CallbackLevel` of the thread's depth of callbacks; a send or
 receive becomes a `MessageWork`, which carries a tensor's elements as bytes, in the order of its dims.
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.engine import CollectiveEngine
+    from ferrodist.backends.interfaces import CollectiveEngine
     from ferrodist.backends.request import Request
     from ferrodist.collectives.work import PendingCollective
     from ferrodist.torch_backend.collectives import CheckedCall
@@ -75,8 +75,8 @@ class FerrodistWork(dist.Work):
         """Wait until the operation has ended, and raise its error."""
         raise NotImplementedError
 
-    def when_ended(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, which may wait, in one of the group's threads when the operation has ended or will."""
+    def run_in_thread(self, callback: Callable[[], None]) -> None:
+        """Run ``callback``, which waits for the end itself, in one of the group's threads, or now if it has ended."""
         raise NotImplementedError
 
     # Called by torch.
@@ -96,7 +96,7 @@ class FerrodistWork(dist.Work):
             if self.is_completed():  # then the future is done at once, which torch's reducer relies on
                 future.settle(self.result)
             else:
-                self.when_ended(lambda: future.settle(self.result))
+                self.run_in_thread(lambda: future.settle(self.result))
         return self._future
 
     def is_success(self) -> bool:
@@ -136,7 +136,7 @@ class DoneWork(FerrodistWork):
         pass
 
     @override
-    def when_ended(self, callback: Callable[[], None]) -> None:
+    def run_in_thread(self, callback: Callable[[], None]) -> None:
         callback()
 
 
@@ -160,7 +160,7 @@ class CollectiveWork(FerrodistWork):
         self._pending.wait(seconds)
 
     @override
-    def when_ended(self, callback: Callable[[], None]) -> None:
+    def run_in_thread(self, callback: Callable[[], None]) -> None:
         self._callbacks.run(callback, self.threads)
 
 
@@ -184,7 +184,7 @@ class JoinedWork(FerrodistWork):
             raise errors[0]
 
     @override
-    def when_ended(self, callback: Callable[[], None]) -> None:
+    def run_in_thread(self, callback: Callable[[], None]) -> None:
         self.threads.run(callback)
 
 
@@ -201,8 +201,8 @@ def _error_of(work: FerrodistWork, deadline: Deadline | None) -> BaseException |
     return None
 
 
-class CallbackStream:
-    """The collectives of one depth of callbacks, which are ordered among each other."""
+class CallbackLevel:
+    """The collectives that one depth of callbacks calls: they are ordered among each other, and have a group."""
 
     __slots__ = ("_callbacks", "_threads", "group")
 
@@ -212,7 +212,7 @@ class CallbackStream:
         self._callbacks = SerialQueue()
 
     def work_of(self, started: PendingCollective[Any], results: list[Any]) -> CollectiveWork:
-        """Return the work of a collective that was started in this stream."""
+        """Return the work of a collective that was started at this level."""
         return CollectiveWork(started, results, self._threads, self._callbacks)
 
     def run_all(self, calls: list[CheckedCall], opts: Any) -> CollectiveWork | None:
@@ -260,41 +260,41 @@ class CallbackStream:
             raise
 
 
-class CallbackStreams:
-    """A group's streams, by the depth of the callbacks that call in them: [Note: callbacks] in `futures`."""
+class CallbackLevels:
+    """A group's levels, by the depth of callbacks: [Note: callbacks] in `futures`. Level 0 is outside of callbacks."""
 
     def __init__(self, group: Backend, threads: ThreadPool) -> None:
         self._group = group
         self._threads = threads
-        self._streams = [CallbackStream(group, threads)]
+        self._levels = [CallbackLevel(group, threads)]
         self._lock = threading.Lock()
 
-    def current(self) -> CallbackStream:
-        """The stream of the calling thread's collectives."""
+    def current(self) -> CallbackLevel:
+        """The level of the calling thread's collectives."""
         depth = thread_state.queue.depth
-        return self._streams[depth] if depth < len(self._streams) else self._make(depth)
+        return self._levels[depth] if depth < len(self._levels) else self._make(depth)
 
     @property
     def groups(self) -> list[Backend]:
-        """The streams' groups, the group itself first."""
-        return [stream.group for stream in self._streams]
+        """The levels' groups, the group itself first."""
+        return [level.group for level in self._levels]
 
-    def _make(self, depth: int) -> CallbackStream:
+    def _make(self, depth: int) -> CallbackLevel:
         with self._lock:
-            for missing in range(len(self._streams), depth + 1):
+            for missing in range(len(self._levels), depth + 1):
                 label = f"callbacks of depth {missing}"
                 name = f"{self._group.name}, {label}"
                 ranks = range(self._group.world_size)
                 beside = SubBackend(self._group, ranks, name=name, label=label, ends_with_parent=True)
-                self._streams.append(CallbackStream(beside, self._threads))
-        return self._streams[depth]
+                self._levels.append(CallbackLevel(beside, self._threads))
+        return self._levels[depth]
 
 
 _DRAIN_SECONDS = 10.0  # how long leaving a group waits for its messages to be received
 
-_SHUTDOWN_FUNCTIONS = {"shutdown", "_leave_at_exit"}
-_CALLING = ("ferrodist.backends.", "ferrodist.collectives.", "ferrodist.torch_backend.")
-_CALLED_BACK = {
+_SHUTDOWN_FUNCTIONS = {"shutdown", "_leave_at_exit"}  # methods of `FerrodistProcessGroup`
+_CALL_MODULES = ("ferrodist.backends.", "ferrodist.collectives.", "ferrodist.torch_backend.")
+_CALLBACK_MODULES = {
     "ferrodist.torch_backend.futures",
     "ferrodist.backends.lifecycle",
 }  # which run callbacks and exit handlers
@@ -312,7 +312,7 @@ def can_drain() -> bool:
         frame = frame.f_back
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(_CALLING) and module not in _CALLED_BACK:
+        if module.startswith(_CALL_MODULES) and module not in _CALLBACK_MODULES:
             return False
         frame = frame.f_back
     return True
@@ -413,7 +413,7 @@ class MessageWork(FerrodistWork):
                 self._handoff.wait_on_stream()
 
     @override
-    def when_ended(self, callback: Callable[[], None]) -> None:
+    def run_in_thread(self, callback: Callable[[], None]) -> None:
         self.threads.run(callback)  # which waits no longer than a wait does, also for a message that never comes
 
 

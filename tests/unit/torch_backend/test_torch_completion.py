@@ -231,7 +231,7 @@ def test_callbacks_fail_with_the_group(backend):
 
         def callback(_):
             future = start_allreduce(made, torch.ones(1))
-            beside.append(made._streams.current().group)
+            beside.append(made._levels.current().group)
             began.set()
             future.wait()
 

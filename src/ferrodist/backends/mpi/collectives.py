@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from ferrodist.backends.engine import Block, DataPlane
+from ferrodist.backends.interfaces import Block, DataPlane
 from ferrodist.backends.mpi.runtime import leak_request
 from ferrodist.backends.polling import wait_until
 from ferrodist.backends.sequencer import Sequencer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import struct
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,20 @@ def load() -> ModuleType:
     return _module
 
 
+_FAST_FUNCTIONS = (
+    *("fast_all_gather", "fast_all_to_all", "fast_allreduce", "fast_allreduce_data", "fast_barrier"),
+    *("fast_broadcast", "fast_reduce_scatter"),
+)
+
+
+def _take_general_path(*_: object) -> None:
+    return None
+
+
+compiled: Any = _module or SimpleNamespace(**dict.fromkeys(_FAST_FUNCTIONS, _take_general_path))
+"""The compiled module; where it is missing, its `_FAST_FUNCTIONS` alone, which leave every call to the general path."""
+
+
 def why_no_native() -> str | None:
     """The reason why this installation has no native engine; None if it has one."""
     return _reason
@@ -65,7 +80,7 @@ _OPERATIONS = (
 )
 _FOLDING = ("allreduce", "reduce", "reduce_scatter")
 
-_LINE = struct.Struct("<BBBbiQ")  # `CollectiveSignature` of native/transport/shm/segment.h; its payload follows
+_LINE = struct.Struct("<BBBbiQ")  # `CollectiveSignature` of native/transport/shm/group_memory.h; its payload follows
 
 SHARE_NAME_BYTES = 24  # bytes at the front of a share's payload that hold its name
 

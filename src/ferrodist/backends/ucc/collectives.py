@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from ferrodist.backends.engine import Block, DataPlane
+from ferrodist.backends.interfaces import Block, DataPlane
 from ferrodist.backends.polling import Backoff, wait_until
 from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.tags import Channel, channel_tag

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.engine import Block
+    from ferrodist.backends.interfaces import Block
     from ferrodist.backends.request import Request
     from ferrodist.deadline import Deadline
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.collective_op import CollectiveOp
-    from ferrodist.backends.engine import HostEngine
+    from ferrodist.backends.interfaces import HostEngine
 
 _IN_PLACE = {CollectiveKind.ALLREDUCE, CollectiveKind.REDUCE, CollectiveKind.BROADCAST}
 """Collectives whose result replaces their input, element by element."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.engine import HostEngine
+    from ferrodist.backends.interfaces import HostEngine
 
 _T = TypeVar("_T")
 _KEY = "collectives.reference"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.engine import CollectiveEngine, DeviceP2P
+    from ferrodist.backends.interfaces import CollectiveEngine, DeviceP2P
 
 FALLBACK_VARIABLE = "FERRODIST_ENABLE_GPU_FALLBACK"
 """The environment variable that, set to 1, lets tensors on GPUs be staged through the host in groups without an engine

@@ -1,4 +1,4 @@
-#include "transport/shm/segment.h"
+#include "transport/shm/group_memory.h"
 
 #include <algorithm>
 #include <cstring>
@@ -19,7 +19,7 @@ constexpr auto max_sleep = interruption_period;
 
 }  // namespace
 
-struct Segment::Header {
+struct GroupMemory::Header {
     struct alignas(line_bytes) Doorbell {
         std::atomic<std::uint32_t> word;      // changed by `ring`, slept on
         std::atomic<std::uint32_t> sleepers;  // ranks that sleep or are about to; a killed one may stay counted
@@ -39,69 +39,69 @@ struct Segment::Header {
 std::size_t Layout::size_bytes() const {
     const auto ranks = static_cast<std::size_t>(num_ranks);
     const auto columns = static_cast<std::size_t>(group_size);
-    const std::size_t header = round_up(sizeof(Arrival) * 2 * ranks + sizeof(Progress) * ranks, page_bytes) +
+    const std::size_t header = round_up(sizeof(Arrival) * 2 * ranks + sizeof(RankFlags) * ranks, page_bytes) +
                                round_up(2 * ranks * round_up(columns * sizeof(std::uint64_t), line_bytes), page_bytes);
     return 4 * page_bytes + header + ranks * num_slots * slot_bytes;
 }
 
-Segment::Segment(std::shared_ptr<const Mapping> memory, const Layout& layout)
+GroupMemory::GroupMemory(std::shared_ptr<const Mapping> memory, const Layout& layout)
     : layout_(layout), memory_(std::move(memory)) {
     static_assert(sizeof(Header) <= 4 * page_bytes);
     const auto ranks = static_cast<std::size_t>(layout.num_ranks);
     arrivals_ = memory_->data() + 4 * page_bytes;
-    progress_ = arrivals_ + sizeof(Arrival) * 2 * ranks;
-    counts_ = arrivals_ + round_up(sizeof(Arrival) * 2 * ranks + sizeof(Progress) * ranks, page_bytes);
+    flags_ = arrivals_ + sizeof(Arrival) * 2 * ranks;
+    counts_ = arrivals_ + round_up(sizeof(Arrival) * 2 * ranks + sizeof(RankFlags) * ranks, page_bytes);
     slots_ = memory_->data() + layout.size_bytes() - ranks * num_slots * layout.slot_bytes;
 }
 
-void Segment::initialize() {
+void GroupMemory::initialize() {
     // The memory is zero, the initial value of all counters; this begins the objects' lifetimes.
     new (memory_->data()) Header{};
     for (int rank = 0; rank < layout_.num_ranks; ++rank) {
         new (&arrival(rank, 0)) Arrival{};
         new (&arrival(rank, 1)) Arrival{};
-        new (&progress(rank)) Progress{};
+        new (&flags(rank)) RankFlags{};
     }
 }
 
-Segment::Header& Segment::header() const noexcept {
+GroupMemory::Header& GroupMemory::header() const noexcept {
     return *std::launder(reinterpret_cast<Header*>(memory_->data()));
 }
 
-Arrival& Segment::arrival(int rank, std::uint64_t sequence) const noexcept {
+Arrival& GroupMemory::arrival(int rank, std::uint64_t sequence) const noexcept {
     const std::size_t index = 2 * static_cast<std::size_t>(rank) + (sequence & 1);
     return *std::launder(reinterpret_cast<Arrival*>(arrivals_ + index * sizeof(Arrival)));
 }
 
-Progress& Segment::progress(int rank) const noexcept {
-    return *std::launder(reinterpret_cast<Progress*>(progress_ + static_cast<std::size_t>(rank) * sizeof(Progress)));
+RankFlags& GroupMemory::flags(int rank) const noexcept {
+    return *std::launder(reinterpret_cast<RankFlags*>(flags_ + static_cast<std::size_t>(rank) * sizeof(RankFlags)));
 }
 
-std::byte* Segment::slot(int rank, std::uint64_t segment) const noexcept {
+std::byte* GroupMemory::slot(int rank, std::uint64_t segment) const noexcept {
     return slots_ + (static_cast<std::size_t>(rank) * num_slots + segment % num_slots) * layout_.slot_bytes;
 }
 
-std::span<std::uint64_t> Segment::counts(int rank, std::uint64_t sequence) const noexcept {
+std::span<std::uint64_t> GroupMemory::counts(int rank, std::uint64_t sequence) const noexcept {
     const auto columns = static_cast<std::size_t>(layout_.group_size);
     const std::size_t row = round_up(columns * sizeof(std::uint64_t), line_bytes);
     const std::size_t index = 2 * static_cast<std::size_t>(rank) + (sequence & 1);
     return {reinterpret_cast<std::uint64_t*>(counts_ + index * row), columns};
 }
 
-void Segment::publish(Flag& flag, std::uint64_t value) {
+void GroupMemory::publish(Flag& flag, std::uint64_t value) {
     // Partner: the loads in `wait_until`. Either this sees the sleeper counted, or the sleeper sees the value.
     flag.store(value);
     if (header().bell.sleepers.load() != 0) ring();
 }
 
-void Segment::ring() {
+void GroupMemory::ring() {
     header().bell.word.fetch_add(1);
     futex_wake(header().bell.word, FutexScope::host);
 }
 
 template <class Ready, class Lagging>
-void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind timeout_kind, const Deadline& deadline,
-                         LongWait::Watch* watch) {
+void GroupMemory::wait_until(const Ready& ready, const Lagging& lagging, FailureKind timeout_kind,
+                             const Deadline& deadline, LongWait::Watch* watch) {
     Spin spin(contention_, std::chrono::microseconds(layout_.spin_micros),
               layout_.is_oversubscribed ? Spin::oversubscribed : Spin::on_flags);
     do {
@@ -128,7 +128,7 @@ void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind
         std::vector<int> ranks = lagging();
         if (ranks.empty()) return;  // they have just arrived
         for (const int rank : ranks) {
-            if (progress(rank).left.load() == 0 || ready()) continue;
+            if (flags(rank).left.load() == 0 || ready()) continue;
             check();  // a rank that leaves an aborted group has aborted it before; the check above may be older
             throw Failure(FailureKind::left, {rank});
         }
@@ -137,7 +137,7 @@ void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind
     }
 }
 
-void Segment::arrive(int rank, std::uint64_t sequence, const Deadline& deadline) {
+void GroupMemory::arrive(int rank, std::uint64_t sequence, const Deadline& deadline) {
     const int num_ranks = layout_.num_ranks;
     LongWait::Watch watch(long_wait, sequence);
     Flag& own = arrival(rank, sequence).sequence;
@@ -171,24 +171,24 @@ void Segment::arrive(int rank, std::uint64_t sequence, const Deadline& deadline)
     wait_until([&] { return header().released.load() >= sequence; }, lagging, FailureKind::late, deadline, &watch);
 }
 
-void Segment::await(Flag Progress::*flag, std::uint64_t value, const Deadline& deadline) {
+void GroupMemory::await(Flag RankFlags::* flag, std::uint64_t value, const Deadline& deadline) {
     const int num_ranks = layout_.num_ranks;
     int next = 0;
     wait_until(
         [&] {
-            while (next < num_ranks && (progress(next).*flag).load() >= value) ++next;
+            while (next < num_ranks && (flags(next).*flag).load() >= value) ++next;
             return next == num_ranks;
         },
         [&] {
             std::vector<int> ranks;
             for (int r = 0; r < num_ranks; ++r)
-                if ((progress(r).*flag).load() < value) ranks.push_back(r);
+                if ((flags(r).*flag).load() < value) ranks.push_back(r);
             return ranks;
         },
         FailureKind::stalled, deadline);
 }
 
-void Segment::abort(std::string_view record) {
+void GroupMemory::abort(std::string_view record) {
     auto& abort = header().abort;
     std::uint32_t none = 0;
     if (!abort.state.compare_exchange_strong(none, 1)) return;
@@ -198,11 +198,11 @@ void Segment::abort(std::string_view record) {
     ring();
 }
 
-bool Segment::is_aborted() const noexcept {
+bool GroupMemory::is_aborted() const noexcept {
     return header().abort.state.load() != 0;
 }
 
-std::string Segment::abort_record() const {
+std::string GroupMemory::abort_record() const {
     const auto& abort = header().abort;
     // Its writer may have been killed while writing it: then there is no record.
     const Deadline patience(0.1);
@@ -210,12 +210,12 @@ std::string Segment::abort_record() const {
     return abort.state.load() == 2 ? std::string(abort.record.data(), abort.length) : std::string();
 }
 
-void Segment::leave(int rank) {
+void GroupMemory::leave(int rank) {
     stop();
-    publish(progress(rank).left, 1);
+    publish(flags(rank).left, 1);
 }
 
-void Segment::check() const {
+void GroupMemory::check() const {
     if (is_stopped_.load()) throw Failure(FailureKind::stopped, {});
     if (is_aborted()) throw Failure(FailureKind::aborted, {}, abort_record());
 }

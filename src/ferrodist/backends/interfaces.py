@@ -1,4 +1,4 @@
-"""The objects that carry a group's data: engines and point-to-point by type of device, a data plane, a fast path.
+"""Interfaces of the objects that carry a group's data: engines and point-to-point by type of device, a data plane.
 
 A group is a control plane, that is the methods of `Backend`: liveness, abort, bytes from rank to rank, sub-groups. A
 backend may add any of the objects that are described here. If it adds none, the group's bytes carry everything.
@@ -6,7 +6,7 @@ backend may add any of the objects that are described here. If it adds none, the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,15 +116,3 @@ class DataPlane(Protocol):
 
     def abandon(self, requests: list[Any]) -> None:
         """Give up requests: the group has ended."""
-
-
-class FastPath(NamedTuple):
-    """The compiled objects that take a group's plain calls without the Python layers between.
-
-    native/bindings/fast_path.cpp and `ferrodist.collectives.fast_path` read it.
-    """
-
-    communicator: Any  # None until the group's first collective opens it
-    timeout: float  # the group's, in seconds
-    engine: Any  # makes errors of the communicator's failures
-    p2p: Any

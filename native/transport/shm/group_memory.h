@@ -1,4 +1,4 @@
-// A group's shared segment on one host: flags, arrivals and staging slots.
+// A group's shared memory on one host: arrival records, flags and staging slots.
 //
 // [Note: one writer]
 // Every flag has one rank that writes it (except for the doorbell, the arrival counter and the abort record), on cache
@@ -33,7 +33,7 @@ namespace ferrodist::shm {
 // Two cache lines: processors fetch lines in pairs.
 inline constexpr std::size_t line_bytes = 128;
 
-// Staging slots per rank; see [Note: slots] in collectives/pipeline.h.
+// Staging slots per rank; see [Note: slots] in collectives/exchange.h.
 inline constexpr std::size_t num_slots = 3;
 
 // The signature of one rank's collective call, stored beside its arrival flag. It must be equal on all ranks.
@@ -56,8 +56,8 @@ inline constexpr std::size_t max_inline_bytes = 2 * line_bytes - sizeof(std::uin
 using Flag = std::atomic<std::uint64_t>;
 static_assert(Flag::is_always_lock_free && std::atomic<std::uint32_t>::is_always_lock_free);
 
-// A rank's arrival at a collective. Each rank has two, used alternately: when a rank writes the one of call n+2, all
-// ranks have arrived at n+1, and so have read the one of n.
+// The record of a rank's arrival at a collective. Each rank has two, used alternately: when a rank writes the one of
+// call n+2, all ranks have arrived at n+1, and so have read the one of n.
 struct alignas(line_bytes) Arrival {
     Flag sequence;
     Call call;
@@ -65,10 +65,10 @@ struct alignas(line_bytes) Arrival {
 };
 static_assert(sizeof(Arrival) == 2 * line_bytes);
 
-// A rank's progress through the segments of all collectives so far.
-struct alignas(line_bytes) Progress {
+// How far a rank has come through the segments of all collectives so far; see [Note: slots] in collectives/exchange.h.
+struct alignas(line_bytes) RankFlags {
     Flag staged;  // its input of segments below this is in its slots
-    Flag folded;  // its part of the result of segments below this is in its slots
+    Flag folded;  // its chunk of the result of segments below this is in its slots
     Flag done;    // it has read all it needs of segments below this
     Flag left;    // 1 once it has left the group
 };
@@ -84,17 +84,17 @@ struct Layout {
     [[nodiscard]] std::size_t size_bytes() const;
 };
 
-class Segment {
+class GroupMemory {
 public:
     // Uses memory of `layout.size_bytes()`, which ranks that are threads may share. The creator of the memory calls
     // `initialize` before others use it.
-    Segment(std::shared_ptr<const Mapping> memory, const Layout& layout);
+    GroupMemory(std::shared_ptr<const Mapping> memory, const Layout& layout);
 
     void initialize();
 
     [[nodiscard]] const Layout& layout() const noexcept { return layout_; }
     [[nodiscard]] Arrival& arrival(int rank, std::uint64_t sequence) const noexcept;
-    [[nodiscard]] Progress& progress(int rank) const noexcept;
+    [[nodiscard]] RankFlags& flags(int rank) const noexcept;
     [[nodiscard]] std::byte* slot(int rank, std::uint64_t segment) const noexcept;
     // One count per rank, written before the arrival at `sequence`.
     [[nodiscard]] std::span<std::uint64_t> counts(int rank, std::uint64_t sequence) const noexcept;
@@ -111,7 +111,7 @@ public:
     void arrive(int rank, std::uint64_t sequence, const Deadline& deadline);
 
     // Waits until `flag` of every rank's progress is at least `value`.
-    void await(Flag Progress::*flag, std::uint64_t value, const Deadline& deadline);
+    void await(Flag RankFlags::* flag, std::uint64_t value, const Deadline& deadline);
 
     // Aborts the group: all present and future waits in it throw Failure{aborted} with `record`. The first abort wins.
     void abort(std::string_view record);
@@ -146,10 +146,10 @@ private:
     Layout layout_;
     std::shared_ptr<const Mapping> memory_;
     std::byte* arrivals_;
-    std::byte* progress_;
+    std::byte* flags_;
     std::byte* counts_;
     std::byte* slots_;
-    std::atomic<bool> is_stopped_{false};  // of this process's view of the segment
+    std::atomic<bool> is_stopped_{false};  // of this process's view of the memory
 };
 
 }  // namespace ferrodist::shm

@@ -1,4 +1,5 @@
-// Pipelined transfer of data too large for the arrival payload: in segments, through each rank's slots.
+// Exchange of data too large for the arrival records: in segments through each rank's slots, one segment staged while
+// the previous one is read; or zero-copy, straight from the ranks' tensors.
 //
 // [Note: slots]
 // The segments of all collectives of a group are numbered consecutively; segment m of a rank is in its slot m modulo
@@ -20,16 +21,15 @@
 
 namespace ferrodist {
 
-inline void await_slot(Context& context, std::uint64_t number, const Deadline& deadline) {
-    if (number < shm::num_slots) return;
-    const std::uint64_t needed = number - shm::num_slots + 1;
-    if (needed > context.known_done) context.fabric.await(&shm::Progress::done, needed, deadline);
+// Waits until this rank may overwrite the slot of segment `number`.
+inline void await_slot(Fabric& fabric, std::uint64_t number, const Deadline& deadline) {
+    if (!fabric.is_slot_free(number)) fabric.await(&shm::RankFlags::done, number - shm::num_slots + 1, deadline);
 }
 
 // Publishes that this rank has read all it needs of segment k of `count`, whose number is `number`, if any rank waits
 // for that. For the last segments none does, because a rank that enters the next collective has completed this one.
-inline void finish_segment(Context& context, std::size_t k, std::size_t count, std::uint64_t number) {
-    if (k + shm::num_slots <= count) context.fabric.publish_done(number + 1);
+inline void finish_segment(Fabric& fabric, std::size_t k, std::size_t count, std::uint64_t number) {
+    if (k + shm::num_slots <= count) fabric.publish_done(number + 1);
 }
 
 // A rank's offer to the others to read and write its tensors without staging; see [Note: offers].
@@ -85,9 +85,9 @@ struct Offered {
 inline constexpr std::size_t offer_bytes = sizeof(Offered);
 
 inline Offered offered_by(const Context& context, const std::byte* payload, int r) {
-    const auto at = payload - context.arrival_of(context.rank).payload.data();
+    const auto at = payload - context.fabric.arrival(context.rank).payload.data();
     Offered offered;
-    std::memcpy(&offered, context.arrival_of(r).payload.data() + at, offer_bytes);
+    std::memcpy(&offered, context.fabric.arrival(r).payload.data() + at, offer_bytes);
     return offered;
 }
 
@@ -153,8 +153,9 @@ private:
 
 template <class Stage>
 void stage_first(Context& context, const Stage& stage, const Deadline& deadline) {
-    await_slot(context, context.segments, deadline);
-    stage(std::size_t{0}, context.fabric.slot(context.rank, context.segments));
+    const std::uint64_t number = context.fabric.next_segment();
+    await_slot(context.fabric, number, deadline);
+    stage(std::size_t{0}, context.fabric.slot(context.rank, number));
 }
 
 // Writes the offer at `payload`, and stages segment 0 unless it may not be needed. `enter` comes next.
@@ -168,7 +169,7 @@ void make_offer(Context& context, std::byte* payload, const Offer& offer, const 
     if (offer.is_made()) return;
     const Stopwatch stopwatch(context, offer);
     stage_first(context, stage, deadline);
-    context.fabric.send_staged(context.segments, [&](int r) { return staged_for(std::size_t{0}, r); });
+    context.fabric.send_staged(context.fabric.next_segment(), [&](int r) { return staged_for(std::size_t{0}, r); });
     context.staging_time = stopwatch.time();
 }
 
@@ -192,29 +193,31 @@ Negotiated negotiate_zero_copy(Context& context, const std::byte* payload, const
     const bool is_direct = is_mapped || is_readable;
     if (!is_direct && is_any_made) {
         if (is_made) stage_first(context, stage, deadline);
-        context.fabric.publish_staged(context.segments, [&](int r) { return staged_for(std::size_t{0}, r); });
+        context.fabric.publish_staged(context.fabric.next_segment(),
+                                      [&](int r) { return staged_for(std::size_t{0}, r); });
     }
     return {.is_direct = is_direct, .is_mapped = is_mapped, .is_staged_late = !is_direct && is_any_made};
 }
 
 // Ends a collective without staging: counts as one segment, which all ranks wait for.
 inline void finish_direct(Context& context, const Deadline& deadline) {
-    const std::uint64_t next = ++context.segments;
+    const std::uint64_t number = context.fabric.next_segment();
     const auto nothing = [](int) { return Range{}; };
-    context.fabric.publish_folded(next - 1, nothing);
-    context.fabric.await(&shm::Progress::folded, next, deadline);
+    context.fabric.count_segments(1);
+    context.fabric.publish_folded(number, nothing);
+    context.fabric.await(&shm::RankFlags::folded, number + 1, deadline);
 }
 
 // Moves `num_segments` segments. `stage(k, slot)` copies this rank's part of segment k, counted from 0, into its slot,
-// of which rank r reads `staged_for(k, r)`; `take(k, number)` reads segment k, whose number is `number`, from all slots.
-// Segment 0 is always staged and read. All ranks have made their offers (`make_offer`) and entered. If all make the
-// same offer, `direct(sources)` does everything.
+// of which rank r reads `staged_for(k, r)`; `take(k, number)` reads segment k, whose number is `number`, from all
+// slots. Segment 0 is always staged and read. All ranks have made their offers (`make_offer`) and entered. If all make
+// the same offer, `direct(sources)` does everything.
 template <class Stage, class StagedFor, class Take, class Direct>
 void exchange_entered(Context& context, std::byte* payload, const Offer& offer, std::size_t num_segments,
                       const Stage& stage, const StagedFor& staged_for, const Take& take, const Direct& direct,
                       const Deadline& deadline) {
     Fabric& fabric = context.fabric;
-    const std::uint64_t base = context.segments;
+    const std::uint64_t base = context.fabric.next_segment();
     const Stopwatch stopwatch(context, offer);
     const Negotiated entered = negotiate_zero_copy(context, payload, offer, stage, staged_for, deadline);
     const std::size_t count = std::max<std::size_t>(num_segments, 1);
@@ -227,15 +230,15 @@ void exchange_entered(Context& context, std::byte* payload, const Offer& offer, 
     for (std::size_t k = 0; k < count; ++k) {
         const std::uint64_t number = base + k;
         if (k + 1 < count) {
-            await_slot(context, number + 1, deadline);
+            await_slot(fabric, number + 1, deadline);
             stage(k + 1, fabric.slot(context.rank, number + 1));
             fabric.publish_staged(number + 1, [&](int r) { return staged_for(k + 1, r); });
         }
-        if (k > 0 || entered.is_staged_late) fabric.await(&shm::Progress::staged, number + 1, deadline);
+        if (k > 0 || entered.is_staged_late) fabric.await(&shm::RankFlags::staged, number + 1, deadline);
         take(k, number);
-        finish_segment(context, k, count, number);
+        finish_segment(fabric, k, count, number);
     }
-    context.segments = base + count;
+    fabric.count_segments(count);
     stopwatch.record_time();
 }
 
@@ -244,11 +247,11 @@ template <class Stage, class StagedFor, class Take, class Direct>
 void exchange(Context& context, std::byte* payload, const Offer& offer, std::size_t num_segments, const Stage& stage,
               const StagedFor& staged_for, const Take& take, const Direct& direct, const Deadline& deadline) {
     make_offer(context, payload, offer, stage, staged_for, deadline);
-    enter(context, deadline);
+    context.fabric.enter(deadline);
     exchange_entered(context, payload, offer, num_segments, stage, staged_for, take, direct, deadline);
 }
 
-// The same with a fold between: `fold(k, number)` computes this rank's part of the result of segment k from all slots
+// The same with a fold between: `fold(k, number)` computes this rank's chunk of the result of segment k from all slots
 // and leaves it in its own slot, of which rank r reads `folded_for(k, r)`; `take` reads the results. Segment k is
 // folded while slower ranks still read k-1.
 template <class Stage, class StagedFor, class FoldStep, class FoldedFor, class Take, class Direct>
@@ -256,33 +259,33 @@ void exchange_folded(Context& context, std::byte* payload, const Offer& offer, s
                      const Stage& stage, const StagedFor& staged_for, const FoldStep& fold, const FoldedFor& folded_for,
                      const Take& take, const Direct& direct, const Deadline& deadline) {
     Fabric& fabric = context.fabric;
-    const std::uint64_t base = context.segments;
+    const std::uint64_t base = context.fabric.next_segment();
     make_offer(context, payload, offer, stage, staged_for, deadline);
-    enter(context, deadline);
+    context.fabric.enter(deadline);
     const Negotiated entered = negotiate_zero_copy(context, payload, offer, stage, staged_for, deadline);
     if (entered.is_direct) {
         direct();
         return finish_direct(context, deadline);
     }
     const auto finish = [&](std::size_t k) {
-        fabric.await(&shm::Progress::folded, base + k + 1, deadline);
+        fabric.await(&shm::RankFlags::folded, base + k + 1, deadline);
         take(k, base + k);
-        finish_segment(context, k, num_segments, base + k);
+        finish_segment(fabric, k, num_segments, base + k);
     };
     for (std::size_t k = 0; k < num_segments; ++k) {
         const std::uint64_t number = base + k;
         if (k + 1 < num_segments) {
-            await_slot(context, number + 1, deadline);
+            await_slot(fabric, number + 1, deadline);
             stage(k + 1, fabric.slot(context.rank, number + 1));
             fabric.publish_staged(number + 1, [&](int r) { return staged_for(k + 1, r); });
         }
-        if (k > 0 || entered.is_staged_late) fabric.await(&shm::Progress::staged, number + 1, deadline);
+        if (k > 0 || entered.is_staged_late) fabric.await(&shm::RankFlags::staged, number + 1, deadline);
         fold(k, number);
         fabric.publish_folded(number, [&](int r) { return folded_for(k, r); });
         if (k > 0) finish(k - 1);
     }
     finish(num_segments - 1);
-    context.segments = base + num_segments;
+    fabric.count_segments(num_segments);
 }
 
 // A division of elements into segments of equal size, the last one smaller.
