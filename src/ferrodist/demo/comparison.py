@@ -29,7 +29,7 @@ from ferrodist.wording import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ferrodist.demo.cli import DemoOptions
+    from ferrodist.demo import DemoOptions
 
     RunResult = tuple[History, Sequence[Mapping[str, Any]]]
 

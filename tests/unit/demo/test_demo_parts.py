@@ -18,8 +18,8 @@ pytest.importorskip("rich", reason="the extra 'demo' is not installed")
 from rich.console import Console
 
 from ferrodist.cli.main import main
-from ferrodist.demo import cli, comparison
-from ferrodist.demo.cli import DemoOptions, run_demo
+from ferrodist.demo import DemoOptions, cli, comparison
+from ferrodist.demo.cli import run_demo
 from ferrodist.demo.comparison import (
     TrainingDisplay,
     are_identical,
