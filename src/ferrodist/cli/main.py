@@ -86,7 +86,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
 
 def _unrecognized(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
     """Return the message for unknown arguments, with similar options of the command."""
-    options = [option for option in parser._option_string_actions if option.startswith("--")]  # noqa: SLF001 - as above
+    options = [option for option in parser._option_string_actions if option.startswith("--")]  # noqa: SLF001 - argparse has no public list
     likely: list[str] = []
     for given in (each.partition("=")[0] for each in unknown if each.startswith("--")):
         longer = [option for option in options if option.startswith(given)]
