@@ -172,7 +172,7 @@ class RendezvousError(DistributedError):
     """The ranks of a job could not all meet."""
 
 
-class BackendUnavailable(DistributedError):  # noqa: N818 - the name the crate gave it
+class BackendUnavailable(DistributedError):  # noqa: N818 - a public name
     """An engine that is not installed, or cannot run on this machine."""
 
 
@@ -231,12 +231,13 @@ def error_to_wire(error: BaseException) -> tuple[str, str, tuple[int, ...]]:
     is escaped.
     """
     if not isinstance(error, DistributedError):
-        return DistributedError.__name__, _to_utf8(f"{type(error).__name__}: {error}"), ()
+        return DistributedError.__name__, to_utf8(f"{type(error).__name__}: {error}"), ()
     nearest = next(kind for kind in type(error).__mro__ if _BY_NAME.get(kind.__name__) is kind)
-    return nearest.__name__, _to_utf8(error.message), error.ranks
+    return nearest.__name__, to_utf8(error.message), error.ranks
 
 
-def _to_utf8(text: str) -> str:
+def to_utf8(text: str) -> str:
+    """Escape half surrogate pairs, as which Python keeps bytes of a path that are not UTF-8: msgpack refuses them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -20,7 +20,6 @@ from weakref import WeakSet
 from typing_extensions import Buffer, Self, override
 
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
-from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.request import (
     LockWaitEvent,
     OnEnd,
@@ -36,6 +35,7 @@ from ferrodist.backends.request import (
 )
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.backends.verification import CollectiveVerifier
+from ferrodist.backends.weak import snapshot_weak
 from ferrodist.deadline import Deadline, check_timeout, default_timeout, resolve_timeout
 from ferrodist.errors import (
     DistributedError,
@@ -114,7 +114,7 @@ class Backend(ABC):
                 raise TypeError(f"{cls.__name__}.{name} is a property of every Backend: put @property before it")
 
     def __new__(cls, *_arguments: Any, **_options: Any) -> Self:
-        """Set the state of every group: a class with its own `rank` and `world_size` may not call `__init__`."""
+        """Set the state of every group: a class with its own `rank` and `world_size` need not call `__init__`."""
         self = super().__new__(cls)
         self._timeout = default_timeout()
         self._name = "world"
@@ -411,7 +411,7 @@ class Backend(ABC):
         return False
 
     def listen(self, src: int, size_bytes: int, heard: OnMessages, ended: OnEnd, *, tag: int = 0) -> PersistentRecv:
-        """Receive every message from a rank with a tag, for as long as the group lasts.
+        """Post a persistent receive: of every message from a rank with a tag, for as long as the group lasts.
 
         Args:
             src: The sending rank.
@@ -425,7 +425,7 @@ class Backend(ABC):
         return PostedPersistentRecv(lambda buffer: self.irecv(buffer, src, tag=tag), size_bytes, heard, ended)
 
     def signal(self) -> WaitEvent:
-        """Make an event for one thread to wait for. If waiting threads move the backend's messages, that wait does."""
+        """Make an event for one thread to wait for; where waiting threads drive progress, its `wait` does, too."""
         return LockWaitEvent()
 
     def on_close(self, callback: Callable[[], None]) -> None:

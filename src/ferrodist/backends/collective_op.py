@@ -43,13 +43,14 @@ class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     The numbers of elements follow in parentheses; where there are none they are equal on all ranks.
 
         kind            effect                            source               out                   other fields
-        allreduce       fold source over the ranks        all                  all                   op
-        reduce          fold source over the ranks        all                  root                  op, root
+        allreduce       fold source over the ranks        all                  all                   reduction
+        reduce          fold source over the ranks        all                  root                  reduction, root
         broadcast       copy the root's out to all ranks  (see below)          all                   root
         all_gather      concatenate the ranks' sources    all (counts[r])      all (sum of counts)   counts, dim
         gather          concatenate the ranks' sources    all (counts[r])      root (sum of counts)  counts, root
         scatter         divide the root's source          root (sum of counts) all (counts[r])       counts, root
-        reduce_scatter  fold source, divide the result    all (sum of counts)  all (counts[r])       counts, op, dim
+        reduce_scatter  fold source, divide the result    all (sum of counts)  all (counts[r])       counts, dim,
+                                                                                             reduction
         all_to_all      send part r of source to rank r   all (sum of counts)  all (of recv_counts)  counts,
                                                                                                      recv_counts, unit
         barrier         return when all ranks have called
@@ -66,7 +67,7 @@ class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     kind: CollectiveKind
     source: Any = None
     out: Any = None
-    op: Any = None  # a ReduceOp or PremultipliedSum; None where nothing is folded
+    reduction: Any = None  # a ReduceOp or PremultipliedSum; None where nothing is folded
     root: int = -1  # -1: none
     counts: Sequence[int] = ()  # elements of each rank's part; in all_to_all, to send to each rank
     recv_counts: Sequence[int] = ()  # elements that come from each rank
@@ -110,7 +111,7 @@ class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return CollectiveSignature(
             operation=self.kind.value,
             dtype=dtype_name(tensor.dtype),
-            reduce_op="" if self.op is None else str(self.op),
+            reduce_op="" if self.reduction is None else str(self.reduction),
             root=self.root,
             dim=self.dim,
             count=count,

@@ -16,41 +16,14 @@ import traceback
 import weakref
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
+from ferrodist.backends.weak import snapshot_weak
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, GroupClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-
-_Item = TypeVar("_Item")
-
-
-def snapshot_weak(collection: Callable[[], Iterable[_Item]]) -> list[_Item]:
-    """Copy a weak collection to a list: ``snapshot_weak(lambda: weak_set)``, ``snapshot_weak(weak_dictionary.items)``.
-
-    ``list(weak_set)`` runs Python code for each element, so another thread may add one meanwhile, for which Python
-    raises; the copy is then made again. Elements added after it was made are missing.
-    """
-    while True:
-        try:
-            return list(collection())
-        except RuntimeError:  # noqa: PERF203 - the loop is for this
-            continue
-
-
-def weak_method(method: Callable[..., object]) -> Callable[..., None]:
-    """Return a function that calls a bound method, and does nothing once the method's object is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: object) -> None:
-        found = reference()
-        if found is not None:
-            found(*arguments)
-
-    return call
+    from collections.abc import Callable
 
 
 _POLL_INTERVAL_SECONDS = 0.001
@@ -92,8 +65,8 @@ _groups: weakref.WeakSet[_Group] = weakref.WeakSet()
 def at_exit(stage: ExitStage, callback: Callback) -> None:
     """Call ``callback()`` at the interpreter's exit, after all of earlier stages.
 
-    Up to MPI's stage it is called when `atexit` would call it, so that handlers that the program registers later run
-    before it; in the stages after that, which only the others need, when all of those have been called.
+    Callbacks of the stages up to `ExitStage.MPI` run as `atexit` handlers: those that the program registers later run
+    before them. Callbacks of later stages run when all of the earlier stages have.
     """
     # No closure over its own entry: such a cycle would keep the callback's object after `cancel_at_exit`.
     handler = partial(_run_at_exit, stage, callback)

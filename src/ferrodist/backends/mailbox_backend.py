@@ -18,14 +18,14 @@ from abc import abstractmethod
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
-from weakref import WeakSet, finalize
 
 from typing_extensions import Buffer, override
 
-from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer
+from ferrodist.backends.base import NonBlockingBackend, as_abort_error, check_peer
 from ferrodist.backends.group_observer import CLOSED, EndReason, GroupObserver, PeerExit
 from ferrodist.backends.mailbox import INLINE_LIMIT, Mailbox, Message, Receive, read_view, write_view
 from ferrodist.backends.request import BaseRequest, Request, SizedRequest, Stragglers
+from ferrodist.backends.subgroup_registry import SubgroupRegistry
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
 from ferrodist.errors import (
     DistributedError,
@@ -44,7 +44,7 @@ _WORLD = 0
 _TAG_BITS = 128
 
 MAX_AHEAD = 1 << 16  # how many ends of groups that this rank has not made (yet) it records for one other rank
-_MAX_SILENT_IDS = 1000  # how many ids it keeps of closed sub-groups that all members have left
+_MAX_DRAINED_IDS = 1000  # how many ids it keeps of closed sub-groups that all members have left
 
 
 class Send(BaseRequest):
@@ -67,26 +67,12 @@ class Send(BaseRequest):
         return self._backend.find_stragglers(peers, within)
 
 
-class _Subgroups(WeakSet[Backend]):
-    """The sub-groups that the program still references, and the ids of those that it has dropped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # The garbage collector adds to it, in any thread and at any moment: hence no lock.
-        self.dropped: deque[int] = deque()
-
-    def add(self, item: Backend) -> None:
-        """Add a sub-group."""
-        super().add(item)
-        finalize(item, self.dropped.append, item.group_id).atexit = False
-
-
 class MailboxBackend(NonBlockingBackend):
     """A backend whose messages arrive in a `Mailbox`; see the module's docstring for the duties of a transport."""
 
     def __init__(self, rank: int, world_size: int, *, timeout: float | None, name: str) -> None:
         super().__init__(rank, world_size, timeout=timeout, name=name)
-        self.subgroups: _Subgroups = _Subgroups()
+        self.subgroups: SubgroupRegistry = SubgroupRegistry()
         self._mailbox = Mailbox(
             lambda tag, source: self.describe_rank(group_of_tag(tag), source),
             self.find_stragglers,
@@ -102,7 +88,7 @@ class MailboxBackend(NonBlockingBackend):
         self._died: dict[int, PeerExit] = {}  # by rank
         self._ended: DistributedError | None = None  # the end of all groups: closed here, or a forked child
         self._closed: dict[int, set[int]] = {}  # closed sub-groups, and the ranks that may still send in them
-        self._silent: deque[int] = deque()  # the closed ones in which no rank may, oldest first
+        self._drained: deque[int] = deque()  # closed sub-groups in which no rank may send, oldest first
         # By rank: the groups not made here whose end that rank has reported. MAX_AHEAD bounds it,
         # and so `_failures` and `_left`, which otherwise have one entry for each group of this rank, and rank in it.
         self._ahead: dict[int, set[int]] = {}
@@ -341,7 +327,8 @@ class MailboxBackend(NonBlockingBackend):
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
         """Leave a sub-group. Only its id is kept, to refuse messages that still come for it.
 
-        None come once all members have left it. Then only the newest ids are kept: another thread may be in a call.
+        Once all members have left, no messages come, and the id is needed only while another thread may be in a call:
+        of such groups the newest ids are kept.
         """
         if self._ended is not None:
             return
@@ -349,7 +336,7 @@ class MailboxBackend(NonBlockingBackend):
             senders = {rank for rank in members if rank != self.rank and not self._has_left(group_id, rank)}
             self._closed[group_id] = senders
             if not senders:
-                self._silent.append(group_id)
+                self._drained.append(group_id)
             self._followers.pop(group_id, None)
             self._members.pop(group_id, None)
             self._names.pop(group_id, None)
@@ -362,26 +349,26 @@ class MailboxBackend(NonBlockingBackend):
         self._forget_messages(lambda message: group_of_tag(message.tag) == group_id)
         self._say_goodbye(group_id, members, failure)
         with self._state_lock:
-            forgotten = [self._silent.popleft() for _ in range(len(self._silent) - _MAX_SILENT_IDS)]
-            for silent in forgotten:
-                del self._closed[silent]
+            forgotten = [self._drained.popleft() for _ in range(len(self._drained) - _MAX_DRAINED_IDS)]
+            for drained in forgotten:
+                del self._closed[drained]
         if self._ended is None:
             for observer in self._observers:
-                for silent in forgotten:
-                    observer.on_subgroup_forgotten(silent)
+                for drained in forgotten:
+                    observer.on_subgroup_forgotten(drained)
                 observer.on_subgroup_closed(group_id)
 
     def _has_left(self, group_id: int, rank: int) -> bool:
         return (_WORLD, rank) in self._left or (group_id, rank) in self._left or rank in self._died
 
-    def _note_silence(self, groups: Iterable[int], rank: int) -> None:
+    def _note_end_of_sends(self, groups: Iterable[int], rank: int) -> None:
         """Record that a rank sends nothing more in groups that this one has closed. The lock is held."""
         for group_id in groups:
             senders = self._closed[group_id]
             if rank in senders:
                 senders.discard(rank)
                 if not senders:
-                    self._silent.append(group_id)
+                    self._drained.append(group_id)
 
     def _close_dropped(self) -> None:
         """Leave the sub-groups that the program has dropped, except those with a message on its way out."""
@@ -473,11 +460,11 @@ class MailboxBackend(NonBlockingBackend):
         """Record that a rank has left a group, and end the transfers with it."""
         with self._state_lock:
             if group_id in self._closed:
-                self._note_silence((group_id,), rank)
+                self._note_end_of_sends((group_id,), rank)
                 return
             self._left.setdefault((group_id, rank), peer_exit)
             if group_id == _WORLD:
-                self._note_silence(self._closed, rank)
+                self._note_end_of_sends(self._closed, rank)
         self._end_transfers(
             lambda group, peer: (
                 self.peer_error(group, peer) if group_id in (_WORLD, group) and peer in (rank, ANY_SOURCE) else None
@@ -492,7 +479,7 @@ class MailboxBackend(NonBlockingBackend):
             if rank in self._died:
                 return
             self._died[rank] = peer_exit
-            self._note_silence(self._closed, rank)
+            self._note_end_of_sends(self._closed, rank)
             groups = [group_id for group_id, members in self._members.items() if rank in members]
         for group_id in groups:
             self.fail_group(group_id, self.exit_error(group_id, rank, peer_exit))

@@ -34,7 +34,7 @@ class Backoff:
         self._num_polls = 0
         self._seconds = _MIN_PAUSE_SECONDS
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """Poll without pause again, after an event."""
         self._num_polls = 0
         self._seconds = _MIN_PAUSE_SECONDS

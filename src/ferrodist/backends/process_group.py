@@ -89,10 +89,10 @@ def init_process_group(
         The group, which calls without ``group=`` then use.
 
     Raises:
-        RendezvousError: On every rank, when some did not come; they are named.
+        RendezvousError: The environment lacks a variable; or, on every rank, some ranks did not come: they are named.
         BackendUnavailable: This installation has no such backend, or some rank can't use it.
-        ValueError: ``backend`` or ``init_method`` is unknown, the environment lacks a variable, or with
-            ``torch_default`` torch has a default group already.
+        ValueError: ``backend`` or ``init_method`` is unknown, or with ``torch_default`` torch has a default group
+            already.
         CollectiveMismatchError: On every rank, when some pass ``torch_default`` and some do not: at the first
             collective of those.
     """
@@ -100,9 +100,9 @@ def init_process_group(
     limit = resolve_timeout(timeout)
     deadline = Deadline(limit)
     if torch_default:
-        from ferrodist.backends import torch_default_group as torchs  # noqa: PLC0415 - loads torch.distributed
+        from ferrodist.backends import torch_default_group as torch_group  # noqa: PLC0415 - loads torch.distributed
 
-        torchs.check_torch_default()
+        torch_group.check_torch_default()
     with _lock:
         if _process.own is not None:
             raise ValueError("this process has a default group: call destroy_process_group() before making another")
@@ -124,7 +124,7 @@ def init_process_group(
         if torch_default:
             store = None if membership is None else membership.store
             try:
-                _process.end_torch_default = torchs.open_torch_default(group, store, deadline)
+                _process.end_torch_default = torch_group.open_torch_default(group, store, deadline)
             except BaseException:
                 _close(group, membership)
                 raise
@@ -185,7 +185,7 @@ def _leave_at_exit() -> None:
 
 def abort_on_unhandled_exception(group: Backend) -> None:
     """Abort a group if an unhandled exception is the reason why the interpreter exits."""
-    # Before Python 3.12 there was only the latter. At a prompt, exceptions end nothing.
+    # `last_value` is for Python before 3.12. At a prompt, exceptions end nothing.
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if isinstance(error, BaseException) and not hasattr(sys, "ps1"):
         with contextlib.suppress(Exception):  # a user's backend or exception may raise anything here

@@ -1,4 +1,4 @@
-"""Warnings about stragglers, which ranks have waited for for a long time, before a deadline makes an error of it.
+"""Warnings about stragglers: ranks for which others have waited long, before the deadline makes it an error.
 
 [Note: long waits]
 A rank that waits warns once in each wait, after `ferrodist.deadline.LONG_WAIT_SECONDS`, and names the call and the
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def is_speaker(rank: int, late: Sequence[int]) -> bool:
+def is_first_waiting_rank(rank: int, late: Sequence[int]) -> bool:
     """Return whether a rank that waits for the late ranks is the first that does."""
     return all(other in late for other in range(rank))
 

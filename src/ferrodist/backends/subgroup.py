@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _TAG_BITS = 64
 
-_DOUBT = "Or a rank made this sub-group with other ranks, in another order, or another number of times."
+_HINT = "Or a rank made this sub-group with other ranks, in another order, or another number of times."
 """Possible reason for ranks to wait for each other: no message at a sub-group's creation would show it."""
 
 _COUNTS = "backends.subgroups"
@@ -79,7 +79,7 @@ class SubBackend(NonBlockingBackend):
             timeout=parent.timeout if timeout is None else timeout,
             name=name or f"{parent.name}{list(members)}",
         )
-        self.verifier = CollectiveVerifier(self, doubt=_DOUBT)
+        self.verifier = CollectiveVerifier(self, hint=_HINT)
         self._parent = parent
         self._members = members
         self._root, self._root_ranks = parent, members

@@ -55,7 +55,7 @@ _ALL = -1
 _LOW_64 = (1 << 64) - 1
 
 
-class VerificationTags:
+class CallAuthenticator:
     """The authentication tags of one verification: one for each rank's call, and one for the table of all.
 
     ``size`` is that of a tag in bytes, 0 without a key; ``record_size`` that of a call with its tag.
@@ -164,13 +164,13 @@ class Verification(NamedTuple):
 class CollectiveVerifier:
     """Counts and compares the collectives of one group. See [Note: verification].
 
-    ``doubt`` is a sentence about another possible reason for a late rank, used until the ranks have agreed once. The
-    ``sequencer`` runs collectives one at a time and numbers them, where an engine needs that.
+    ``hint`` is a sentence about another possible reason for a late rank, used until a first verification
+    has succeeded. The ``sequencer`` runs collectives one at a time and numbers them, where an engine needs that.
     """
 
-    def __init__(self, group: _Group, *, doubt: str = "", first: int = 0, sequencer: Sequencer | None = None) -> None:
+    def __init__(self, group: _Group, *, hint: str = "", first: int = 0, sequencer: Sequencer | None = None) -> None:
         self._group = group
-        self._doubt = doubt
+        self._hint = hint
         self._counter = itertools.count(first)
         self._sequencer = sequencer
 
@@ -217,31 +217,31 @@ class CollectiveVerifier:
         if group.world_size == 1:
             return [current.call.payload]
         records = self._gather_calls(current)
-        self._doubt = ""
+        self._hint = ""
         self._compare(records)
         return [payload_of(record) for record in records]
 
     def _gather_calls(self, current: Verification) -> list[memoryview]:
         """Every rank's encoded call, by rank; a transport may override this."""
         group = self._group
-        tags = VerificationTags(group.verification_key, group.group_id, current.call.sequence)
-        table = memoryview(bytearray(tags.table_size(group.world_size)))
-        (self._collect if group.rank == _COORDINATOR else self._report)(current, table, tags)
-        return [table[tags.record_size * rank :][:CALL_SIZE] for rank in range(group.world_size)]
+        auth = CallAuthenticator(group.verification_key, group.group_id, current.call.sequence)
+        table = memoryview(bytearray(auth.table_size(group.world_size)))
+        (self._collect if group.rank == _COORDINATOR else self._report)(current, table, auth)
+        return [table[auth.record_size * rank :][:CALL_SIZE] for rank in range(group.world_size)]
 
-    def _collect(self, current: Verification, table: memoryview, tags: VerificationTags) -> None:
+    def _collect(self, current: Verification, table: memoryview, auth: CallAuthenticator) -> None:
         """Rank 0: receive every rank's call, then send all of them to every rank."""
         group, (call, deadline, pending) = self._group, current
         tag = channel_tag(Channel.CALL, call.sequence)
-        size = tags.record_size
-        table[:size] = tags.seal_call(call.encode(), _COORDINATOR)
+        size = auth.record_size
+        table[:size] = auth.seal_call(call.encode(), _COORDINATOR)
         missing: dict[int, Request] = {}
         for rank in range(1, group.world_size):
             missing[rank] = group.irecv(table[rank * size : (rank + 1) * size], rank, tag=tag)
             pending.append(missing[rank])
         self._await_calls(current, missing)
-        tags.check_calls(table)
-        tags.seal_table(table)
+        auth.check_calls(table)
+        auth.seal_table(table)
         try:
             wait_all([group.isend(table, rank, tag=tag) for rank in range(1, group.world_size)], deadline)
         except DistributedTimeoutError as error:
@@ -290,14 +290,14 @@ class CollectiveVerifier:
         notice.add_done_callback(changed.release)
         return notice
 
-    def _report(self, current: Verification, table: memoryview, tags: VerificationTags) -> None:
+    def _report(self, current: Verification, table: memoryview, auth: CallAuthenticator) -> None:
         """Every other rank: send the call to rank 0 and receive its answer."""
         group, (call, deadline, pending) = self._group, current
         tag, late_tag = (channel_tag(channel, call.sequence) for channel in (Channel.CALL, Channel.LATE))
         answer = group.irecv(table, _COORDINATOR, tag=tag)
         pending.append(answer)
         try:
-            group.isend(tags.seal_call(call.encode(), group.rank), _COORDINATOR, tag=tag).wait(deadline.remaining())
+            group.isend(auth.seal_call(call.encode(), group.rank), _COORDINATOR, tag=tag).wait(deadline.remaining())
             self._await_answer(current, answer, late_tag)
         except DistributedTimeoutError:
             if group.failure is not None:  # by a timeout
@@ -310,7 +310,7 @@ class CollectiveVerifier:
                     answer.wait(_ANSWER_GRACE_SECONDS)
                 except DistributedTimeoutError:
                     raise (group.failure or self.late_error(call, (_COORDINATOR,), Elapsed.of(deadline))) from None
-        tags.check_table(table)
+        auth.check_table(table)
 
     def _await_answer(self, current: Verification, answer: Request, late_tag: int) -> None:
         """Wait for rank 0's answer; warn on the way if rank 0 is late itself."""
@@ -345,13 +345,13 @@ class CollectiveVerifier:
         """The error of a deadline that passed before ``ranks`` had made their call."""
         group = self._group
         late = group.find_stragglers(ranks, answer_seconds(elapsed.timeout))
-        who, doubt = f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} not called it", self._doubt
+        who, hint = f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} not called it", self._hint
         if late.is_relay:  # calls may have been made, and not come through
             ranks = late.ranks
-            who, doubt = f"{ranks_text(ranks)} did not relay the messages of others", ""
+            who, hint = f"{ranks_text(ranks)} did not relay the messages of others", ""
         return DistributedTimeoutError(
             f"{call} on group {group.name!r}, operation {call.sequence}: {who}, after {elapsed}{late.detail}{detail}."
-            f"{doubt and ' ' + doubt} Look at what is going on there, or pass a larger timeout for it. Reported by"
+            f"{hint and ' ' + hint} Look at what is going on there, or pass a larger timeout for it. Reported by"
             f" rank {group.rank}.",
             ranks=ranks,
         )

@@ -8,8 +8,18 @@ of tensors are written before, under names that no committed manifest of the fol
     all       create(id, name, size).write(...).close()        durable when close returns
     rank 0    with exclusive(deadline): publish(id, names), put(manifest), remove(stale files)
 
-A save that failed, or whose ranks were killed, leaves the folder's manifest unchanged. ``discard`` removes its files;
-if rank 0 was killed the other ranks do it, and otherwise the next save to the folder.
+A save that failed, or whose ranks were killed, leaves the folder's manifest unchanged. Who removes what:
+
+    Save.discard            the ranks of a save that fails, before it can be committed: its files
+    _unpublish              rank 0, if the commit fails on a disk: files moved into place, unless the manifest is too
+    _clean_up               rank 0 after the commit: files of the earlier checkpoint and of dead saves
+    remove_dead_saves       the other ranks, if rank 0 has died: all of the save, unless it was or may be committed
+    remove_uncommitted      an AsyncCheckpointer as it opens: leftovers in folders of steps that have no manifest
+    retention.remove_old    rank 0 with ``keep_last``: older checkpoints, the manifest before its files
+
+    Storage.discard         a save's unpublished files
+    Storage.remove          files of the folder, by name
+    Storage.remove_leftovers    what saves of dead processes left unpublished; safe at any time
 """
 
 from __future__ import annotations
@@ -123,7 +133,8 @@ def commit(storage: Storage, manifest: Manifest, deadline: Deadline, *, single_n
             raise
         if single_name is not None and len(names) == 1:
             try:
-                stale, index = _rename_single(storage, manifest, single_name, stale), None
+                stale = _rename_single(storage, manifest, single_name, stale)
+                index = None  # a single file needs none, and one of an earlier save is removed
             except OSError as error:  # some file systems have no links
                 _logger.warning("%s at %s is not called %s: %s", names[0], storage.url, single_name, error)
         try:
@@ -168,7 +179,7 @@ def _next_commit_time_ns(storage: Storage) -> int:
     except OSError as error:
         _logger.warning("checkpoints beside %s can't be listed, and may have a later time: %s", storage.url, error)
         return now
-    return max(now, *(time_ns + 1 for head in prefixes if (time_ns := find_commit_time(head)) is not None), 0)
+    return max([now, *(time_ns + 1 for head in prefixes if (time_ns := find_commit_time(head)) is not None)])
 
 
 def _rename_single(storage: Storage, manifest: Manifest, name: str, stale: set[str]) -> set[str]:
@@ -190,7 +201,7 @@ def _unpublish(storage: Storage, save_id: str, names: Sequence[str]) -> None:
 
 
 def _clean_up(storage: Storage, manifest: Manifest, stale: set[str], index: bytes | None) -> None:
-    """Write the index and remove leftovers; readers of manifests need neither. The first error is raised last."""
+    """Write the index and remove leftovers; readers need neither. All steps run before an error is raised."""
     if not storage.is_staged and read_manifest(storage).save_id != manifest.save_id:
         storage.discard(manifest.save_id)
         return  # without a lock another save was committed meanwhile: files that look stale may be its files
@@ -224,8 +235,8 @@ def make_index(manifest: Manifest) -> bytes | None:
 def stale_files(storage: Storage) -> set[str]:
     """Return the files of earlier saves in the folder."""
     names = set(storage.list_names())
-    living = {None} | storage.living_saves()
-    stale = {name for name in names if save_id_of(name) not in living}
+    living = storage.living_saves()
+    stale = {name for name in names if (save_id := save_id_of(name)) is not None and save_id not in living}
     if MANIFEST_NAME not in names:
         return stale
     try:

@@ -7,7 +7,7 @@
     run_on_rank0     rank 0 runs a function for all                     one broadcast
     Rank0Exchange    each rank makes a value, rank 0 answers to each    one gather and one scatter
 
-`resolve_ranks` says which ranks these are.
+`resolve_group_or_alone` returns the group of these ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ferrodist.backends.process_group import is_initialized, resolve_group
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.collectives.objects import all_gather_object, broadcast_object, gather_object, scatter_object
-from ferrodist.errors import DistCheckpointError, DistributedError, add_error_context, describe_error
+from ferrodist.errors import DistCheckpointError, DistributedError, add_error_context, describe_error, to_utf8
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
 
     _Failure = list[Any]
-    """An error as other ranks raise it: its message and the ranks that it names."""
+    """An error as it is sent to other ranks: [message, ranks that it names]."""
 
 _T = TypeVar("_T")
 
 
-def resolve_ranks(group: Backend | None) -> Backend:
+def resolve_group_or_alone(group: Backend | None) -> Backend:
     """Return the group, the default group, or a new group of this process alone."""
     if group is None and not is_initialized():
         return SimulatedBackend.create_group(1)[0]
@@ -40,15 +40,15 @@ def resolve_ranks(group: Backend | None) -> Backend:
 
 
 class Phase:
-    """The step that ranks take together, for messages; a function that it runs may go on to the next one."""
+    """The current step of a function that all ranks run, for error messages; the function may begin the next one."""
 
     def __init__(self, action: str, path: str) -> None:
         self.action = action
         self.paths = [path]
         """The path, and the storage's name for it once that is known; both are compared between ranks."""
 
-    def go_on(self, action: str, path: str) -> None:
-        """Begin another action, with the path by another name."""
+    def begin_next(self, action: str, path: str) -> None:
+        """Name the next action, and the path as it calls it."""
         self.action = action
         self.paths.append(path)
 
@@ -62,19 +62,22 @@ def all_or_none(
 ) -> Iterator[None]:
     """Run the block on every rank; at its end raise on all ranks if it failed on any."""
     phase = Phase(action, path)
-    own: Exception | None = None
+    own_error: Exception | None = None
     try:
         yield
     except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised below
-        own = _unless_group_failed(error, group)
-    with _context(phase, group):
+        _raise_if_of_failed_group(error, group)
+        own_error = error
+    with _name_phase_in_errors(phase, group):
         answers = all_gather_object(
-            (_plain(path), own and _failure(own, phase, group.rank)), group=group, timeout=deadline.remaining()
+            (to_utf8(path), own_error and _make_failure(own_error, phase, group.rank)),
+            group=group,
+            timeout=deadline.remaining(),
         )
-    if own is not None:
-        raise _as_raised_here(own, phase, group.rank, about_arguments=about_arguments)
+    if own_error is not None:
+        raise _as_raised_here(own_error, phase, group.rank, about_arguments=about_arguments)
     if (failure := _first_failure([([path], failed) for path, failed in answers], action)) is not None:
-        raise _error(failure)
+        raise _make_error(failure)
 
 
 def call_on_all(function: Callable[[], _T], action: str, path: str, group: Backend, deadline: Deadline) -> _T:
@@ -85,20 +88,20 @@ def call_on_all(function: Callable[[], _T], action: str, path: str, group: Backe
 
 def run_on_rank0(function: Callable[[], _T], action: str, path: str, group: Backend, deadline: Deadline) -> _T:
     """Run a function on rank 0, and return its result, or raise its error, on all ranks."""
-    phase, own, result = Phase(action, path), None, None
+    phase, own_error, result = Phase(action, path), None, None
     if group.rank == 0:
         try:
             result = function()
         except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised below
-            own = error
-    with _context(phase, group):
+            own_error = error
+    with _name_phase_in_errors(phase, group):
         failure, result = broadcast_object(
-            (own and _failure(own, phase, 0), result), group=group, timeout=deadline.remaining()
+            (own_error and _make_failure(own_error, phase, 0), result), group=group, timeout=deadline.remaining()
         )
-    if own is not None:
-        raise _as_raised_here(own, phase, 0)
+    if own_error is not None:
+        raise _as_raised_here(own_error, phase, 0)
     if failure is not None:
-        raise _error(failure)
+        raise _make_error(failure)
     return result  # type: ignore[no-any-return] # as rank 0 has it
 
 
@@ -108,7 +111,7 @@ class Rank0Exchange:
     def __init__(self, group: Backend, deadline: Deadline) -> None:
         self._group = group
         self._deadline = deadline
-        self.may_be_answered = False
+        self.rank0_may_have_acted = False
         """False if this rank knows that rank 0 has not called ``answer``."""
 
     def run(
@@ -120,17 +123,22 @@ class Rank0Exchange:
     ) -> bytes:
         """Call ``make`` on all ranks in a phase, ``answer`` on rank 0, and return this rank's answer."""
         group, action = self._group, phase.action
-        own: Exception | None = None
+        own_error: Exception | None = None
         made = b""
         try:
             made = make()
         except Exception as error:  # noqa: BLE001 - sent to rank 0, and raised below
-            own = _unless_group_failed(error, group)
+            _raise_if_of_failed_group(error, group)
+            own_error = error
         # Rank 0 answers only if all have sent a value, which none does whose group has failed.
-        self.may_be_answered = own is None and group.failure is None
-        with _context(phase, group):
+        self.rank0_may_have_acted = own_error is None and group.failure is None
+        with _name_phase_in_errors(phase, group):
             gathered = gather_object(
-                ([_plain(path) for path in phase.paths], own and _failure(own, phase, group.rank), made),
+                (
+                    [to_utf8(path) for path in phase.paths],
+                    own_error and _make_failure(own_error, phase, group.rank),
+                    made,
+                ),
                 group=group,
                 timeout=self._deadline.remaining(),
             )
@@ -144,29 +152,28 @@ class Rank0Exchange:
                 try:
                     results = list(answer([value for *_, value in gathered]))
                 except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised below
-                    answer_error, failure = error, _failure(error, answer_phase, 0)
+                    answer_error, failure = error, _make_failure(error, answer_phase, 0)
             answers = [(is_answered, failure, result) for result in results]
-        with _context(answer_phase, group):
+        with _name_phase_in_errors(answer_phase, group):
             is_answered, failure, answered = scatter_object(answers, group=group, timeout=self._deadline.remaining())
-        self.may_be_answered = is_answered
+        self.rank0_may_have_acted = is_answered
         if answer_error is not None:
             raise _as_raised_here(answer_error, answer_phase, 0)
-        if own is not None:
-            raise _as_raised_here(own, phase, group.rank)
+        if own_error is not None:
+            raise _as_raised_here(own_error, phase, group.rank)
         if failure is not None:
-            raise _error(failure)
+            raise _make_error(failure)
         return bytes(answered)
 
 
-def _context(phase: Phase, group: Backend) -> contextlib.AbstractContextManager[None]:
+def _name_phase_in_errors(phase: Phase, group: Backend) -> contextlib.AbstractContextManager[None]:
     return add_error_context(lambda: f"Rank {group.rank} was to {phase}.", "Every rank must call it.")
 
 
-def _unless_group_failed(error: Exception, group: Backend) -> Exception:
-    """Return an error to be sent to other ranks, or raise one of the group, which they have too."""
+def _raise_if_of_failed_group(error: Exception, group: Backend) -> None:
+    """Raise an error of a failed group at once: the other ranks have one too, and can't be sent this one."""
     if is_of_group(error) and group.failure is not None:
         raise error
-    return error
 
 
 def is_of_group(error: BaseException) -> bool:
@@ -174,10 +181,10 @@ def is_of_group(error: BaseException) -> bool:
     return isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError)
 
 
-def _failure(error: Exception, phase: Phase, rank: int) -> _Failure:
+def _make_failure(error: Exception, phase: Phase, rank: int) -> _Failure:
     if isinstance(error, DistCheckpointError):
-        return [_plain(error.message), list(error.ranks)]
-    return [_plain(f"rank {rank} could not {phase}: {describe_error(error)}"), [rank]]
+        return [to_utf8(error.message), list(error.ranks)]
+    return [to_utf8(f"rank {rank} could not {phase}: {describe_error(error)}"), [rank]]
 
 
 def _first_failure(answers: Sequence[tuple[Sequence[str], _Failure | None]], action: str) -> _Failure | None:
@@ -195,18 +202,14 @@ def _first_failure(answers: Sequence[tuple[Sequence[str], _Failure | None]], act
     return None
 
 
-def _plain(text: str) -> str:
-    """Escape half surrogate pairs, as which Python keeps bytes of a path that are not UTF-8: msgpack refuses them."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _error(failure: _Failure) -> DistCheckpointError:
-    return DistCheckpointError(failure[0], ranks=tuple(failure[1]))
+def _make_error(failure: _Failure) -> DistCheckpointError:
+    message, ranks = failure
+    return DistCheckpointError(message, ranks=tuple(ranks))
 
 
 def _as_raised_here(error: Exception, phase: Phase, rank: int, *, about_arguments: bool = True) -> Exception:
     if isinstance(error, DistCheckpointError) or (about_arguments and isinstance(error, (TypeError, ValueError))):
         return error
-    raised = _error(_failure(error, phase, rank))
+    raised = _make_error(_make_failure(error, phase, rank))
     raised.__cause__ = error
     return raised

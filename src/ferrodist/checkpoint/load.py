@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch.autograd.graph import increment_version
 
-from ferrodist.checkpoint.consensus import all_or_none, call_on_all, resolve_ranks, run_on_rank0
+from ferrodist.checkpoint.consensus import all_or_none, call_on_all, resolve_group_or_alone, run_on_rank0
 from ferrodist.checkpoint.format.manifest import MANIFEST_NAME, Manifest, decode_manifest, encode_manifest
 from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.load_plan import LoadPlanner
@@ -83,22 +83,22 @@ def load_distributed(
             have been filled already.
         TypeError, ValueError: An argument is wrong.
     """
-    ranks, deadline = resolve_ranks(group), Deadline(resolve_timeout(timeout))
-    storage = call_on_all(lambda: open_storage(path, storage_options), "open a checkpoint", str(path), ranks, deadline)
-    manifest = _share_manifest(storage, ranks, deadline)
-    with all_or_none("load a checkpoint", storage.url, ranks, deadline):
+    group, deadline = resolve_group_or_alone(group), Deadline(resolve_timeout(timeout))
+    storage = call_on_all(lambda: open_storage(path, storage_options), "open a checkpoint", str(path), group, deadline)
+    manifest = _share_manifest(storage, group, deadline)
+    with all_or_none("load a checkpoint", storage.url, group, deadline):
         if shards:
-            shards.check(ranks.world_size)
-        planner = LoadPlanner(manifest, ranks.rank, ranks.world_size, shards)
+            shards.check(group.world_size)
+        planner = LoadPlanner(manifest, group.rank, group.world_size, shards)
         build = planner.match(manifest.tree, into)
-    _check_complete(planner if strict else None, storage.url, ranks, deadline)
-    with all_or_none("load a checkpoint", storage.url, ranks, deadline, about_arguments=False):
+    _check_complete(planner, storage.url, group, deadline, strict=strict)
+    with all_or_none("load a checkpoint", storage.url, group, deadline, about_arguments=False):
         reader = CheckpointReader(storage, manifest, verify=verify)
         try:
             targets = sorted(planner.targets, key=lambda target: manifest.position(target[0]))
             boxes = [(key, box, view) for key, _, shard in targets for box, view in shard.boxes]
             if one_reads:
-                _read_on_rank0(reader, boxes, storage.url, ranks, deadline)
+                _read_on_rank0(reader, boxes, storage.url, group, deadline)
             else:
                 for key, box, view in boxes:
                     reader.read_box(key, box, view)
@@ -108,26 +108,26 @@ def load_distributed(
                     increment_version(local)  # autograd has not seen the write
         finally:
             storage.close()
-    with all_or_none("load the state of objects", storage.url, ranks, deadline, about_arguments=False):
+    with all_or_none("load the state of objects", storage.url, group, deadline, about_arguments=False):
         return build()
 
 
 def _share_manifest(storage: Storage, group: Backend, deadline: Deadline) -> Manifest:
     """Return rank 0's manifest on all ranks, since the folder may change while they read it."""
-    own: list[Manifest] = []
+    manifests: list[Manifest] = []  # rank 0's, which needs no decoding
 
     def read() -> bytes:
-        own.append(read_manifest(storage))
-        return encode_manifest(own[0])
+        manifests.append(read_manifest(storage))
+        return encode_manifest(manifests[0])
 
     data = run_on_rank0(read, "read a checkpoint", storage.url, group, deadline)
-    return own[0] if own else decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}")
+    return manifests[0] if manifests else decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}")
 
 
-def _check_complete(planner: LoadPlanner | None, where: str, group: Backend, deadline: Deadline) -> None:
-    """Raise on all ranks if wanted values were not saved or saved tensors have no target; None skips this rank's."""
-    own = ([], 0, {}) if planner is None else (planner.missing[:10], len(planner.missing), planner.unexpected)
-    answers = all_gather_object(own, group=group, timeout=deadline.remaining())
+def _check_complete(planner: LoadPlanner, where: str, group: Backend, deadline: Deadline, *, strict: bool) -> None:
+    """Raise on all ranks if wanted values were not saved or saved tensors have no target, on ranks with ``strict``."""
+    report = (planner.missing[:10], len(planner.missing), planner.unexpected) if strict else ([], 0, {})
+    answers = all_gather_object(report, group=group, timeout=deadline.remaining())
     for rank, (names, count, _) in enumerate(answers):
         if names:
             raise DistCheckpointError(
@@ -138,7 +138,7 @@ def _check_complete(planner: LoadPlanner | None, where: str, group: Backend, dea
     unexpected = {key: state_path for _, _, found in answers for key, state_path in found.items()}
     if not unexpected:
         return
-    here = [] if planner is None else sorted(planner.used & set(unexpected))
+    here = sorted(planner.used & set(unexpected)) if strict else []
     for used in all_gather_object(here, group=group, timeout=deadline.remaining()):
         for key in used:
             unexpected.pop(key, None)
@@ -163,14 +163,14 @@ def _read_on_rank0(
 ) -> None:
     """Fill tensors on all ranks with data that rank 0 reads; every rank calls this."""
     manifest = reader.manifest
-    own: dict[Span, list[torch.Tensor]] = {}
+    own_views: dict[Span, list[torch.Tensor]] = {}
     for key, box, view in wanted:
         if box.numel:
-            own.setdefault(Span(key, box.offsets, box.shape), []).append(view)
-    gathered = gather_object(msgspec.msgpack.encode(list(own)), group=group, timeout=deadline.remaining())
+            own_views.setdefault(Span(key, box.offsets, box.shape), []).append(view)
+    gathered = gather_object(msgspec.msgpack.encode(list(own_views)), group=group, timeout=deadline.remaining())
     with all_or_none("make room to read a checkpoint", where, group, deadline):
         # The other ranks that need each box, on rank 0; elsewhere this rank's boxes, without receivers.
-        receivers: dict[Span, list[int]] = {request: [] for request in own}
+        receivers: dict[Span, list[int]] = {request: [] for request in own_views}
         for rank, encoded in enumerate(gathered or ()):
             for request in msgspec.msgpack.decode(encoded, type=list[Span]) if rank else ():
                 receivers.setdefault(request, []).append(rank)
@@ -185,7 +185,7 @@ def _read_on_rank0(
                 send(data, rank, group=group, timeout=deadline.remaining())
         else:
             recv_into(data, 0, group=group, timeout=deadline.remaining())
-        for view in own.get(request, ()):
+        for view in own_views.get(request, ()):
             failure = failure or _catch(partial(put_elements, inner.take(view), data, request.key))
     if failure is not None:
         raise failure

@@ -23,7 +23,7 @@ from ferrodist.collectives.arguments import (
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import start_all_gather, start_reduce_scatter
-from ferrodist.collectives.payloads import check_sizes, disagreement, unpack_payloads
+from ferrodist.collectives.payloads import abort_for_disagreement, check_sizes, unpack_payloads
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
 from ferrodist.collectives.work import PreparedCall, execute, refuse_in_coalesce, submit
@@ -99,7 +99,7 @@ def all_gather_uneven(
 ) -> torch.Tensor:
     """`all_gather` of tensors that differ in the size of ``dim``, and in no other.
 
-    Costs one more agreement, in which the ranks share their sizes.
+    Costs one more verification, in which the ranks share their sizes.
 
     Args:
         tensor: The input, of equal dtype, and equal shape but for ``dim``, on all ranks; may be empty. Ranks compare
@@ -144,7 +144,7 @@ def share_sizes(operation: str, tensor: torch.Tensor, dim: int, group: Backend, 
             f"rank {rank} joins along dim {shared[rank][1]} of {shared[rank][2]}, {_DEVICES[shared[rank][3]]}"
             for rank in (0, differing[0])
         )
-        raise disagreement(group, operation, calls, "Pass the same everywhere.", differing)
+        raise abort_for_disagreement(group, operation, calls, "Pass the same everywhere.", differing)
     for rank, each in enumerate(shared):
         check_sizes(each[:1], group, rank, operation)
     return [each[0] for each in shared]
@@ -286,7 +286,7 @@ def _reduce_scatter(  # noqa: PLR0917 - the public signature
         kind=CollectiveKind.REDUCE_SCATTER,
         source=source,
         out=target.flat,
-        op=op,
+        reduction=op,
         counts=[size * row for size in sizes],
         dim=dim,
         timeout=limit,

@@ -17,7 +17,7 @@ from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import shares_memory, writing_to
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.reduce_op import PremultipliedSum
-from ferrodist.collectives.work import PendingCollective, PreparedCall, QueuedCollective, collector, run_at, submit
+from ferrodist.collectives.work import PendingCollective, PreparedCall, ThreadCollective, collector, run_at, submit
 from ferrodist.errors import CollectiveMismatchError, DistributedError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-    _Collected: TypeAlias = tuple[PreparedCall[object], QueuedCollective[object]]
+    _Collected: TypeAlias = tuple[PreparedCall[object], ThreadCollective[object]]
 
 
 @contextlib.contextmanager
@@ -33,9 +33,9 @@ def coalesce(group: Backend | None = None) -> Iterator[None]:
     """Collect the collectives that are started inside the block, and run them fused when it ends.
 
     Consecutive allreduces of one dtype and reduction, or broadcasts of one dtype and root, are fused into one on their
-    concatenated elements: one agreement and one set of messages for any number of small tensors, with the same bits as
-    without. The smallest of their timeouts holds for all. Collectives whose tensors share memory with another's result
-    are not fused, so tensors that share memory on one rank must share it on all.
+    concatenated elements: one verification and one set of messages for any number of small tensors, with the same
+    bits as without. The smallest of their timeouts holds for all. Collectives whose tensors share memory with another's
+    result are not fused, so tensors that share memory on one rank must share it on all.
     Other collectives start one after the other, in the order in which they were called.
 
     First the ranks compare their blocks, within the smallest timeout in the block. When the blocks differ, or a rank
@@ -89,7 +89,7 @@ class _Block:
                 f"{name} on group {call.group.name!r} inside coalesce() of group {self._group.name!r}:"
                 " a block is for one group"
             )
-        pending: QueuedCollective[object] = QueuedCollective(name, self._group.name)
+        pending: ThreadCollective[object] = ThreadCollective(name, self._group.name)
         with self._lock:  # another thread, in a copy of the context, may call while the block ends
             self.check_open(name)
             pending.is_started = False
@@ -146,9 +146,11 @@ def _fusion_key(call: PreparedCall[object]) -> tuple[object, ...] | None:
     op = call.op
     if call.run is not None or op.kind not in (CollectiveKind.ALLREDUCE, CollectiveKind.BROADCAST):
         return None
-    if isinstance(op.op, PremultipliedSum):  # a rank whose factors happen to be equal would fuse what others can't
+    if isinstance(
+        op.reduction, PremultipliedSum
+    ):  # a rank whose factors happen to be equal would fuse what others can't
         return None
-    return op.kind, op.tensor.dtype, op.device, op.op, op.root
+    return op.kind, op.tensor.dtype, op.device, op.reduction, op.root
 
 
 def _comparison(runs: list[list[_Collected]], group: Backend) -> PreparedCall[None]:

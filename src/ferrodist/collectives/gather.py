@@ -28,7 +28,13 @@ from ferrodist.collectives.arguments import (
 )
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.payloads import check_sizes, disagreement, dtype_at, protocol_error, unpack_payloads
+from ferrodist.collectives.payloads import (
+    abort_for_disagreement,
+    abort_for_protocol_error,
+    check_sizes,
+    dtype_at,
+    unpack_payloads,
+)
 from ferrodist.collectives.profiling import profiled
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.work import PreparedCall, execute, refuse_in_coalesce
@@ -140,8 +146,8 @@ def scatter(
     """Scatter rank ``src``'s tensor over the ranks along ``dim``.
 
     Sizes that the world size doesn't divide follow `compute_shard_sizes`. The other ranks get shape, dtype and kind of
-    device from ``src``, at the cost of one more agreement. If ``out`` does not fit, they take part before they raise,
-    and the group goes on.
+    device from ``src``, at the cost of one more verification. If ``out`` does not fit, they take part before they
+    raise, and the group goes on.
 
     Backward is a collective of all ranks. ``loss.backward()`` runs it everywhere. ``torch.autograd.grad`` runs it only
     on ranks with one of its inputs: for it the other ranks pass an empty tensor that requires grad, as `gather` returns
@@ -233,14 +239,14 @@ def _compare_scatters(payloads: Sequence[bytes], group: Backend) -> None:
     root = dims_and_roots[0][1]
     if len({src for _, src in dims_and_roots}) == 1:
         if len(payloads[root]) != _SCATTER_HEAD.size:
-            raise protocol_error(group, root, "sent no shape with its scatter")
+            raise abort_for_protocol_error(group, root, "sent no shape with its scatter")
         dim, _, _, _, _, num_dims, *_ = _SCATTER_HEAD.unpack(payloads[root])
         if not 0 <= dim < num_dims <= _MAX_SCATTER_DIMS:
-            raise protocol_error(group, root, "named a dim with its scatter that no tensor has")
+            raise abort_for_protocol_error(group, root, "named a dim with its scatter that no tensor has")
         if all(other in (dim, dim - num_dims) for other, _ in dims_and_roots):
             return
     calls = (f"rank {rank} called scatter(src={src}, dim={dim})" for rank, (dim, src) in enumerate(dims_and_roots))
-    raise disagreement(group, "a scatter", calls, "Pass the same src and dim on every rank.")
+    raise abort_for_disagreement(group, "a scatter", calls, "Pass the same src and dim on every rank.")
 
 
 def scatter_with_sizes(

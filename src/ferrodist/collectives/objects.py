@@ -33,7 +33,12 @@ from ferrodist.collectives.arguments import check_root, check_tensor, group_and_
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.gather import gather_with_sizes, scatter_with_sizes
 from ferrodist.collectives.p2p import recv, send
-from ferrodist.collectives.payloads import check_sizes, disagreement, protocol_error, unpack_payloads
+from ferrodist.collectives.payloads import (
+    abort_for_disagreement,
+    abort_for_protocol_error,
+    check_sizes,
+    unpack_payloads,
+)
 from ferrodist.collectives.profiling import profiled
 from ferrodist.collectives.reduce import broadcast
 from ferrodist.collectives.work import refuse_in_coalesce
@@ -282,10 +287,10 @@ def _sizes_of_root(
     roots = [root for (root,) in unpack_payloads(_ROOT, payloads, group, operation)]
     if len(set(roots)) > 1:
         calls = (f"rank {rank} called {operation}({root_name}={r})" for rank, r in enumerate(roots))
-        raise disagreement(group, operation, calls, f"Pass the same {root_name} on every rank.")
+        raise abort_for_disagreement(group, operation, calls, f"Pass the same {root_name} on every rank.")
     if fits:
         if len(payloads[root]) != _ROOT.size + numbers.size:
-            raise protocol_error(group, root, f"sent no sizes with its {operation}")
+            raise abort_for_protocol_error(group, root, f"sent no sizes with its {operation}")
         shared = numbers.unpack_from(payloads[root], _ROOT.size)
     else:
         mine = torch.tensor(sizes, device="cpu")

@@ -24,7 +24,7 @@ def unpack_payloads(
     """Unpack a struct from the start of each rank's payload; aborts the group if one is too short."""
     for rank, payload in enumerate(payloads):
         if len(payload) < form.size:
-            raise protocol_error(
+            raise abort_for_protocol_error(
                 group, rank, f"sent {len(payload)} bytes with its {operation}, which takes {form.size}"
             )
     return [form.unpack_from(payload) for payload in payloads]
@@ -34,17 +34,17 @@ def check_sizes(sizes: Sequence[int], group: Backend, rank: int, operation: str)
     """Raise ProtocolError, and abort the group, unless a rank's tensors can have these sizes."""
     wrong = [size for size in sizes if not 0 <= size <= _MAX_SIZE]
     if wrong:
-        raise protocol_error(group, rank, f"named a size of {wrong[0]} with its {operation}")
+        raise abort_for_protocol_error(group, rank, f"named a size of {wrong[0]} with its {operation}")
 
 
-def protocol_error(group: Backend, rank: int, what: str) -> ProtocolError:
+def abort_for_protocol_error(group: Backend, rank: int, what: str) -> ProtocolError:
     """Abort the group for a malformed message of a rank, and return the error to raise."""
     error = ProtocolError(f"rank {rank} of group {group.name!r} broke the protocol: it {what}", ranks=(rank,))
     group.abort(error)
     return error
 
 
-def disagreement(
+def abort_for_disagreement(
     group: Backend, operation: str, calls: Iterable[str], advice: str, ranks: tuple[int, ...] = ()
 ) -> CollectiveMismatchError:
     """Abort the group for ranks that made different calls, and return the error to raise."""
@@ -58,7 +58,9 @@ def disagreement(
 def dtype_at(index: int, group: Backend, rank: int, operation: str) -> torch.dtype:
     """The dtype that a rank sent as its index in `DTYPES`; aborts the group if there is none."""
     if not 0 <= index < len(DTYPES):
-        raise protocol_error(group, rank, f"named dtype number {index} with its {operation}, which is unknown here")
+        raise abort_for_protocol_error(
+            group, rank, f"named dtype number {index} with its {operation}, which is unknown here"
+        )
     return DTYPES[index]
 
 

@@ -101,7 +101,7 @@ def _allreduce(
     saved, saves_result = _saved_for_backward(tensor, op)
     backward = partial(_allreduce_backward, op, chosen)
     finish = finish_with(target, tensor, out, backward, *saved, saves_result=saves_result)
-    call = CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=source, out=target.flat, op=op, timeout=limit)
+    call = CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=source, out=target.flat, reduction=op, timeout=limit)
     return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
 
 
@@ -183,7 +183,12 @@ def reduce(
     backward = partial(_reduce_backward, tensor.shape, op, dst, chosen)
     finish = finish_with(target, tensor, out, backward, *saved, saves_result=saves_result, once=True)
     call = CollectiveOp(
-        kind=CollectiveKind.REDUCE, source=source, out=target.flat if is_root else None, op=op, root=dst, timeout=limit
+        kind=CollectiveKind.REDUCE,
+        source=source,
+        out=target.flat if is_root else None,
+        reduction=op,
+        root=dst,
+        timeout=limit,
     )
     return execute(PreparedCall(op=call, group=chosen, engine=engine, finish=finish))
 

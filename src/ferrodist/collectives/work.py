@@ -137,7 +137,7 @@ class _StartedCollective(PendingCollective[T_co]):
         return self._result  # type: ignore[return-value]
 
 
-class QueuedCollective(_StartedCollective[T_co]):
+class ThreadCollective(_StartedCollective[T_co]):
     """A collective that an `OperationQueue` runs."""
 
     def __init__(self, op_name: str, group_name: str) -> None:
@@ -176,7 +176,7 @@ class QueuedCollective(_StartedCollective[T_co]):
         self._ended.set()
 
 
-class EnqueuedCollective(_StartedCollective[T_co]):
+class StreamCollective(_StartedCollective[T_co]):
     """A collective on a GPU stream: `wait` orders the current stream after it, and with a timeout the host waits."""
 
     _work: StreamWork | None = None
@@ -346,7 +346,7 @@ def submit(call: PreparedCall[T]) -> PendingCollective[T]:
     engine = call.engine
     if getattr(engine, "enqueue", False):
         return _enqueue(call, cast("StreamEngine", engine))
-    pending: QueuedCollective[T] = QueuedCollective(call.op.operation, call.group.name)
+    pending: ThreadCollective[T] = ThreadCollective(call.op.operation, call.group.name)
     if call.group.failure is not None:
         _run_job(call, pending, None, engine.reserve())  # it fails, and so do the calls that were fused into it
         return pending
@@ -365,7 +365,7 @@ def wait_for_started(group: Backend) -> None:
     engine.await_turn(engine.reserve())
 
 
-def _run_job(call: PreparedCall[T], pending: QueuedCollective[T], handoff: StreamHandoff | None, sequence: int) -> None:
+def _run_job(call: PreparedCall[T], pending: ThreadCollective[T], handoff: StreamHandoff | None, sequence: int) -> None:
     """Run a call and set its outcome in ``pending``; does not raise."""
     try:
         with contextlib.nullcontext() if handoff is None else handoff.running():
@@ -379,7 +379,7 @@ def _run_job(call: PreparedCall[T], pending: QueuedCollective[T], handoff: Strea
 
 def _enqueue(call: PreparedCall[T], engine: StreamEngine) -> PendingCollective[T]:
     """Put a call on a stream in the calling thread, which does not block."""
-    pending: EnqueuedCollective[T] = EnqueuedCollective(call.op.operation, call.group.name)
+    pending: StreamCollective[T] = StreamCollective(call.op.operation, call.group.name)
     engine.begin_async()
     try:
         _run(call, engine.reserve())

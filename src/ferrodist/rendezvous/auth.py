@@ -16,9 +16,9 @@ be neither replayed (fresh nonces of 32 bytes) nor reflected (roles). Every mess
 no HMAC out of a server. Without a job secret both prove that they know their user's (`user_secret`).
 
 The handshake may pass through proxies and port forwards, which learn no key from it. What follows is authenticated by
-`Session` (see [Note: session keys] in `session.py`) where it carries addresses or agreements. A client that got the
-server's address from the server itself, through a store or an agreement, puts it into its Hello, so that the server
-detects an address that was changed in between.
+`Session` (see [Note: session keys] in `session.py`) where it carries addresses or digests of them. A client that
+got the server's address from the server itself, through a store or a collective, puts it into its Hello, so that the
+server detects an address that was changed in between.
 
 Nothing is encrypted.
 """

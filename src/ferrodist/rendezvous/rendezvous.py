@@ -28,11 +28,11 @@ from ferrodist.rendezvous.roll_call import (
     JoinRequest,
     Membership,
     await_all,
-    cancel_claim,
     claim_rank,
     count_departure,
     left_stores,
     note_rejection,
+    publish_failure,
     wait_for_next_round,
 )
 from ferrodist.rendezvous.secret import resolve_secret
@@ -365,7 +365,7 @@ def _open_server(
                     sock=sock,
                     max_connections=max(4096, 8 * request.world_size),
                     on_rejection=note_rejection,
-                    on_shortage=cancel_claim,
+                    on_shortage=publish_failure,
                     deadline=request.deadline,
                 )
             except RendezvousError as error:  # noqa: PERF203 - what ends an attempt, of a few

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_FOLDER = "ferrodist/attendance"
+_KEY_PREFIX = "ferrodist/attendance"
 _CLAIM_STAGE = ""  # the first stage, and for most jobs the only one
 _MAX_REJECTIONS = 32
 
@@ -73,7 +73,7 @@ _CLAIM_DECODER = msgspec.msgpack.Decoder(Claim)
 
 def claim_rank(store: Store, request: JoinRequest, where: str, advice: str) -> None:
     """Claim a rank, which makes this process a member."""
-    view = PrefixStore(store, _FOLDER)
+    view = PrefixStore(store, _KEY_PREFIX)
     # Compared with an impossible value, a key is read without waiting for it.
     _raise_failure(view.compare_set("verdict", _NEVER, _NEVER, timeout=request.deadline.remaining()))
     own = Claim(socket.gethostname(), network_id(), os.getpid(), secrets.token_hex(8))
@@ -91,7 +91,7 @@ def claim_rank(store: Store, request: JoinRequest, where: str, advice: str) -> N
 
 def await_all(store: Store, request: JoinRequest, where: str, *, stage: str = _CLAIM_STAGE) -> None:
     """Wait until all ranks have reached a stage; each member calls this once per stage."""
-    view = PrefixStore(store, _FOLDER + stage)
+    view = PrefixStore(store, _KEY_PREFIX + stage)
     if view.add("present", 1, timeout=request.deadline.remaining()) >= request.world_size:
         _publish(view, JoinReply(), request.deadline.remaining())
     try:
@@ -127,14 +127,14 @@ def _await_verdict(store: Store, view: Store, request: JoinRequest, where: str) 
     return view.get("verdict", timeout=deadline.remaining() + grace)
 
 
-def cancel_claim(store: Store, error: DistributedError, *, stage: str = _CLAIM_STAGE) -> None:
+def publish_failure(store: Store, error: DistributedError, *, stage: str = _CLAIM_STAGE) -> None:
     """Make every rank's `await_all` of a stage raise ``error``, for a rank that won't reach it."""
-    _publish(PrefixStore(store, _FOLDER + stage), JoinReply(error_to_wire(error)), _PUBLISH_TIMEOUT)
+    _publish(PrefixStore(store, _KEY_PREFIX + stage), JoinReply(error_to_wire(error)), _PUBLISH_TIMEOUT)
 
 
 def list_claims(store: Store, world_size: int) -> dict[int, Claim]:
     """Return the present claims, by rank."""
-    view = PrefixStore(store, _FOLDER)
+    view = PrefixStore(store, _KEY_PREFIX)
     claims = {}
     for rank in range(world_size):
         data = _get_if_present(view, f"rank/{rank}")
@@ -146,12 +146,12 @@ def list_claims(store: Store, world_size: int) -> dict[int, Claim]:
 def count_departure(store: Store, world_size: int, *, timeout: float) -> bool:
     """Count a member that has left the store; return whether it was the last one."""
     num_members = len(list_claims(store, world_size))  # before the last one may remove the store
-    return PrefixStore(store, _FOLDER).add("left", 1, timeout=timeout) >= num_members
+    return PrefixStore(store, _KEY_PREFIX).add("left", 1, timeout=timeout) >= num_members
 
 
 def note_rejection(store: Store, reason: str) -> None:
     """Record why a process was rejected, for the message about the missing rank."""
-    view = PrefixStore(store, _FOLDER)
+    view = PrefixStore(store, _KEY_PREFIX)
     with contextlib.suppress(DistributedTimeoutError):
         index = view.add("rejections", 1, timeout=_NOTE_TIMEOUT)
         view.set(
@@ -161,14 +161,14 @@ def note_rejection(store: Store, reason: str) -> None:
 
 def _list_rejections(store: Store) -> str:
     """Return the rejected processes and reasons, as text."""
-    view = PrefixStore(store, _FOLDER)
+    view = PrefixStore(store, _KEY_PREFIX)
     rejections = [_get_if_present(view, f"rejection/{slot}").decode() for slot in range(_MAX_REJECTIONS)]
     return "; ".join(sorted(set(filter(None, rejections))))
 
 
 def _decide(store: Store, request: JoinRequest, where: str, stage: str) -> JoinReply:
     world_size, deadline = request.world_size, request.deadline
-    num_present = int(_get_if_present(PrefixStore(store, _FOLDER + stage), "present") or b"0")
+    num_present = int(_get_if_present(PrefixStore(store, _KEY_PREFIX + stage), "present") or b"0")
     if num_present >= world_size:
         return JoinReply()
     claimed = list_claims(store, world_size)

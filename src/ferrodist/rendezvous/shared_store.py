@@ -23,12 +23,12 @@ from ferrodist.rendezvous.roll_call import (
     JoinRequest,
     Membership,
     await_all,
-    cancel_claim,
     claim_rank,
     left_stores,
     list_claims,
     network_id,
     note_rejection,
+    publish_failure,
     wait_for_next_round,
 )
 from ferrodist.rendezvous.secret import make_secret, user_secret
@@ -170,7 +170,7 @@ def _agree_on_interfaces(store: Store, request: JoinRequest, where: str, server:
     except RendezvousError as error:
         refusal = RendezvousError(f"{where}: rank {request.rank}: {error.message}", ranks=(request.rank,))
         with contextlib.suppress(DistributedTimeoutError):
-            cancel_claim(store, refusal, stage=_INTERFACES)
+            publish_failure(store, refusal, stage=_INTERFACES)
         raise refusal from error
     await_all(store, request, where, stage=_INTERFACES)
     return host

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ferrodist.backends.lifecycle import ExitStage, at_exit, snapshot_weak
+from ferrodist.backends.lifecycle import ExitStage, at_exit
+from ferrodist.backends.weak import snapshot_weak
 from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ _all_threads: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 
 def _end_threads() -> None:
-    """Groups are closed by now, so no job waits in them any more."""
+    """End the threads of all pools at exit. Groups are closed by now, so no job waits in them any more."""
     deadline = Deadline(_EXIT_SECONDS)
     for threads in snapshot_weak(lambda: _all_threads):
         threads.close()

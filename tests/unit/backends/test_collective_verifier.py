@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.control_plane import ControlPlaneBackend
+from ferrodist.backends.delegating_backend import DelegatingBackend
 from ferrodist.backends.request import BaseRequest
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.tags import Channel, channel_of_tag
-from ferrodist.backends.verification import VerificationTags
+from ferrodist.backends.verification import CallAuthenticator
 from ferrodist.testing import run_ranks
 
 
@@ -151,7 +151,7 @@ def test_altered_messages_are_errors(monkeypatch, source, target, what, place):
     assert all(what in error.message and "altered" in error.message for error in errors)
 
 
-class _Controlled(ControlPlaneBackend):
+class _Controlled(DelegatingBackend):
     def close(self, timeout=None):
         self.control.close(timeout)
 
@@ -176,9 +176,9 @@ def test_tags_depend_on_group_and_sequence():
     call = CollectiveSignature(operation="barrier").encode()
     places = itertools.product((0, 1 << 64, 7), (0, 1), (0, 1))
     assert (
-        len({VerificationTags(b"k", group, position).seal_call(call, rank) for group, position, rank in places}) == 12
+        len({CallAuthenticator(b"k", group, position).seal_call(call, rank) for group, position, rank in places}) == 12
     )
-    assert VerificationTags(b"", 0, 0).seal_call(call, 0) == call
+    assert CallAuthenticator(b"", 0, 0).seal_call(call, 0) == call
 
 
 def test_a_group_with_a_key_agrees():

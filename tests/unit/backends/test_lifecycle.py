@@ -11,7 +11,8 @@ from weakref import WeakSet, WeakValueDictionary
 
 import pytest
 
-from ferrodist.backends.lifecycle import ExitStage, at_exit, cancel_at_exit, snapshot_weak
+from ferrodist.backends.lifecycle import ExitStage, at_exit, cancel_at_exit
+from ferrodist.backends.weak import snapshot_weak
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -10,7 +10,7 @@ import torch
 import ferrodist as fd
 from ferrodist import deadline
 from ferrodist.backends.request import wait_all
-from ferrodist.backends.stragglers import is_speaker
+from ferrodist.backends.stragglers import is_first_waiting_rank
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives.host_p2p import receive_into, wait_for
 from ferrodist.collectives.tensor_protocol import TensorHeader, payload_ids, start_payload
@@ -181,8 +181,8 @@ def test_who_receives_from_any_rank_waits_for_none(warned):
 
 def test_one_rank_speaks_for_all():
     """The first rank that is not late itself."""
-    assert [is_speaker(rank, (0, 2)) for rank in (1, 3)] == [True, False]
-    assert [is_speaker(rank, (2,)) for rank in (0, 1, 3)] == [True, False, False]
+    assert [is_first_waiting_rank(rank, (0, 2)) for rank in (1, 3)] == [True, False]
+    assert [is_first_waiting_rank(rank, (2,)) for rank in (0, 1, 3)] == [True, False, False]
 
 
 def a_request(rank: int, world_size: int, deadline: Deadline) -> JoinRequest:

@@ -59,7 +59,7 @@ def test_closed_sub_groups_are_forgotten(backend: str, first: int, monkeypatch: 
     """Groups that all members have closed, whoever did so first, take no memory; what comes in one of them is refused
     as long as a member may send it.
     """
-    monkeypatch.setattr(mailbox_backend, "_MAX_SILENT_IDS", 3)
+    monkeypatch.setattr(mailbox_backend, "_MAX_DRAINED_IDS", 3)
 
     def program(group: MailboxBackend) -> None:
         later = fd.SubBackend(group, [0, 1], name="later")
@@ -89,7 +89,7 @@ def test_closed_sub_groups_are_forgotten(backend: str, first: int, monkeypatch: 
             with pytest.raises(fd.PeerLostError):
                 later.send(bytes(8), later.world_size - 1 - later.rank)
             later.close()
-            assert later.group_id in _control(group)._silent
+            assert later.group_id in _control(group)._drained
         group.barrier()
 
     run_ranks(program, 2, backend=backend, timeout=60)
@@ -98,7 +98,7 @@ def test_closed_sub_groups_are_forgotten(backend: str, first: int, monkeypatch: 
 @pytest.mark.parametrize("backend", _BACKENDS)
 def test_sub_groups_of_a_dead_rank_are_forgotten(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that has died or left the world sends nothing in groups that were closed before, or are closed later."""
-    monkeypatch.setattr(mailbox_backend, "_MAX_SILENT_IDS", 0)
+    monkeypatch.setattr(mailbox_backend, "_MAX_DRAINED_IDS", 0)
 
     def program(group: MailboxBackend) -> None:
         subs = [fd.SubBackend(group, [0, 1]) for _ in range(10)]

@@ -66,18 +66,20 @@ class Gpu:
         kind: str,
         out: torch.Tensor | None,
         source: torch.Tensor | None = None,
-        op: Any = None,
+        reduction: Any = None,
         *,
         timeout: float = 30.0,
         **fields: Any,
     ) -> None:
         """Call a collective."""
-        call = CollectiveOp(kind=CollectiveKind(kind), out=out, source=source, op=op, timeout=timeout, **fields)
+        call = CollectiveOp(
+            kind=CollectiveKind(kind), out=out, source=source, reduction=reduction, timeout=timeout, **fields
+        )
         self.staged.run(call, self.staged.reserve())
 
 
 def _sum_in_place(tensor: torch.Tensor) -> CollectiveOp:
-    return CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=tensor, out=tensor, op=ReduceOp.SUM, timeout=30.0)
+    return CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=tensor, out=tensor, reduction=ReduceOp.SUM, timeout=30.0)
 
 
 def _every_collective(group: Backend, gpu: Gpu, dtype: torch.dtype, count: int, op: Any) -> None:
@@ -113,10 +115,10 @@ def _every_collective(group: Backend, gpu: Gpu, dtype: torch.dtype, count: int, 
     gpu.call("broadcast", found, root=root)
     check_bits(gpu.get(found), expected, f"broadcast of {count} {dtype}")
     if op is not None:
-        check("allreduce", whole, count, op=op)
-        check("reduce", whole, count if rank == root else None, op=op, root=root)
+        check("allreduce", whole, count, reduction=op)
+        check("reduce", whole, count if rank == root else None, reduction=op, root=root)
         parts = compute_shard_sizes(count, size)
-        check("reduce_scatter", whole, parts[rank], counts=parts, op=op, dim=0)
+        check("reduce_scatter", whole, parts[rank], counts=parts, reduction=op, dim=0)
 
 
 @pytest.mark.parametrize("backend", ["simulated", "native-threads"])

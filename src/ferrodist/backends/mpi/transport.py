@@ -265,7 +265,7 @@ class ProgressThread:
                 if deadline.expired:
                     return done()
                 if self._poll():
-                    backoff.begin_again()
+                    backoff.reset()
                 else:
                     backoff.rest(deadline.remaining())
         finally:

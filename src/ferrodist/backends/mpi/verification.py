@@ -69,7 +69,7 @@ class MpiVerifier(CollectiveVerifier):
                 return
             due = Deadline(math.inf)
             group, late = self._group, self._find_behind(call.sequence)
-            if group.failure is None and stragglers.is_speaker(group.rank, late):
+            if group.failure is None and stragglers.is_first_waiting_rank(group.rank, late):
                 self._warn(call, late, deadline)
 
         return warn

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Buffer, Self, override
 
 from ferrodist.backends.base import Backend, FastPath, NonBlockingBackend
-from ferrodist.backends.control_plane import ControlPlaneBackend, Delegated
+from ferrodist.backends.delegating_backend import Delegated, DelegatingBackend
 from ferrodist.backends.group_observer import GroupObserver, PeerExit
-from ferrodist.backends.lifecycle import snapshot_weak, weak_method
 from ferrodist.backends.native.binding import is_native_available, load, why_no_native
 from ferrodist.backends.native.bootstrap import open_messages
 from ferrodist.backends.native.collectives import NativeEngine
@@ -29,6 +28,7 @@ from ferrodist.backends.tags import ANY_SOURCE, group_of_tag
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.tcp.bootstrap import join_members
 from ferrodist.backends.verification import CollectiveVerifier
+from ferrodist.backends.weak import snapshot_weak, weak_method
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import DistributedError, GroupAbortedError
 from ferrodist.rendezvous import Membership, rendezvous
@@ -47,7 +47,7 @@ _LOW_64 = (1 << 64) - 1
 _WORLD = 0
 
 
-class NativeBackend(ControlPlaneBackend):
+class NativeBackend(DelegatingBackend):
     """A rank of a group whose collectives and messages are the native engine's.
 
     Ranks of one host share memory: groups and sub-groups of them touch the network for no collective and no message.
@@ -263,8 +263,7 @@ class GlooBackend(NativeBackend):
             secret: The job secret; None takes FERRODIST_SECRET.
 
         Raises:
-            ValueError: The environment lacks a variable.
-            RendezvousError: On every rank, when some did not come.
+            RendezvousError: The environment lacks a variable; or, on every rank, some ranks did not come.
         """
         limit = resolve_timeout(timeout)
         deadline = Deadline(limit)

@@ -18,14 +18,9 @@ from ferrodist.backends import mailbox
 from ferrodist.backends.native import fd_passing
 from ferrodist.backends.native.binding import load
 from ferrodist.backends.native.host_connections import connect_hosts
+from ferrodist.backends.native.problems import check_problems, raise_if_any_failed
 from ferrodist.backends.native.symmetric_memory import ContiguousSharedView
-from ferrodist.backends.native.topology import (
-    CpuSet,
-    HostTopology,
-    agree_on_topology,
-    check_problems,
-    is_oversubscribed,
-)
+from ferrodist.backends.native.topology import CpuSet, HostTopology, is_oversubscribed
 from ferrodist.backends.verification import left_reason
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, DistributedError
@@ -198,7 +193,7 @@ class _SharedMemorySetup:
     def agree(self) -> None:
         """Return if all ranks have succeeded so far, else raise BackendUnavailable on all; all call it."""
         try:
-            agree_on_topology(self._group, self._problem, "share memory", self.deadline)
+            raise_if_any_failed(self._group, self._problem, "share memory", self.deadline)
         except BackendUnavailable:
             self._is_shared = True
             raise

@@ -170,14 +170,14 @@ class NativeEngine:
         operation: str,
         tensor: torch.Tensor | None,
         out: torch.Tensor | None,
+        op: Any = None,
         **facts: Any,
     ) -> BaseException:
         """End the group because of a failed call of ``compiled``; returns the error. A barrier has no tensors."""
         unit = 0 if tensor is None else tensor.numel() // self.num_ranks
-        op = CollectiveOp(
-            kind=CollectiveKind(operation), source=tensor, out=out, unit=unit, timeout=self.timeout, **facts
-        )
-        return self._abort_for(failure, op.signature(), op.timeout)
+        kind = CollectiveKind(operation)
+        failed = CollectiveOp(kind=kind, source=tensor, out=out, reduction=op, unit=unit, timeout=self.timeout, **facts)
+        return self._abort_for(failure, failed.signature(), failed.timeout)
 
     def has_left(self, failure: BaseException) -> bool:
         """Return whether the failure of a wait has ended this rank's part in the group, too."""
@@ -216,7 +216,7 @@ def _warn_about_stragglers(
     sequence: int, line: bytes, late: Sequence[int], elapsed: float, timeout: float, *, group: str, rank: int
 ) -> None:
     """Warn about the ranks that a call waits for, if no other rank does; the engine calls it in the waiting thread."""
-    if stragglers.is_speaker(rank, late):
+    if stragglers.is_first_waiting_rank(rank, late):
         call = call_of_line(line, sequence)
         stragglers.warn_about_stragglers(call, late, group=group, rank=rank, elapsed=Elapsed(elapsed, timeout))
 
@@ -226,7 +226,7 @@ def _tensors(op: CollectiveOp) -> tuple[int, int]:
 
 
 def _reduction(op: CollectiveOp) -> tuple[int, int, float]:
-    return dtype_number(op.source), op.op.number, getattr(op.op, "factor", 1.0)
+    return dtype_number(op.source), op.reduction.number, getattr(op.reduction, "factor", 1.0)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -6,7 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.native.topology import MAX_TEXT_BYTES, HostTopology, check_problems
+from ferrodist.backends.native.problems import MAX_TEXT_BYTES, check_problems
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.tcp.connection import tune
 from ferrodist.deadline import Deadline
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     import socket
 
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.native.topology import HostTopology
 
-_PROBLEM = "!"  # begins an error in topology of an address
+_PROBLEM = "!"  # begins an error that is sent in place of an address
 _POLL_INTERVAL_SECONDS = 0.05
 _NOTICE_SECONDS = 1.0  # how long the notice of a rank's end may take to come after its connections have ended
 

@@ -21,7 +21,6 @@ from typing_extensions import Buffer, override
 from ferrodist.backends import mailbox
 from ferrodist.backends.base import check_peer, given_up_error
 from ferrodist.backends.group_observer import EndReason, GroupObserver, PeerExit
-from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.native.binding import load
 from ferrodist.backends.request import (
     OnEnd,
@@ -34,6 +33,7 @@ from ferrodist.backends.request import (
     answer_seconds,
 )
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
+from ferrodist.backends.weak import snapshot_weak
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, ProtocolError
 

@@ -18,16 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ferrodist.backends.signature import CollectiveSignature
-from ferrodist.errors import BackendUnavailable
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from ferrodist.backends.base import Backend
-    from ferrodist.deadline import Deadline
-
-MAX_TEXT_BYTES = 100  # bytes of an error, or of an address, that travel with a collective call
 _SIOCGIFADDR = 0x8915  # of Linux
 
 
@@ -65,24 +58,6 @@ class HostTopology:
     def local_ranks(self, rank: int) -> list[int]:
         """The ranks on the host of ``rank``, including it, in order."""
         return [other for other, host in enumerate(self.hosts) if host == self.hosts[rank]]
-
-
-def agree_on_topology(group: Backend, problem: str, what: str, deadline: Deadline) -> None:
-    """Raise BackendUnavailable on all ranks if any has a problem; all ranks call it."""
-    answers = group.verifier.verify(
-        CollectiveSignature(operation=what, payload=problem.encode()[:MAX_TEXT_BYTES]), deadline.remaining()
-    )
-    check_problems(group, answers, what)
-
-
-def check_problems(group: Backend, answers: Iterable[bytes], what: str) -> None:
-    """Raise BackendUnavailable if any text is not empty; the texts are those of all ranks, or this rank's own."""
-    problems = dict.fromkeys(text.decode(errors="replace") for text in answers if text)
-    if problems:
-        raise BackendUnavailable(
-            f"the ranks of group {group.name!r} can't {what}: {'; '.join(problems)}. Use the tcp backend, or"
-            " fix the cause."
-        )
 
 
 def address_of_interface(name: str) -> str:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Buffer, Self, override
 
-from ferrodist.backends.control_plane import ControlPlaneBackend
 from ferrodist.backends.cuda import Streams, allow_queries_during_capture, streams_of
-from ferrodist.backends.lifecycle import snapshot_weak
+from ferrodist.backends.delegating_backend import DelegatingBackend
 from ferrodist.backends.native.backend import open_host_group
 from ferrodist.backends.nccl.collectives import NcclEngine
 from ferrodist.backends.nccl.communicator import Library, load_nccl, why_no_nccl
@@ -23,6 +22,7 @@ from ferrodist.backends.nccl.watchdog import Watchdog
 from ferrodist.backends.signature import MAX_PAYLOAD, CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import Channel, channel_of_tag
+from ferrodist.backends.weak import snapshot_weak
 from ferrodist.errors import BackendUnavailable, InvalidRankError, PeerLostError, UnsupportedOpError, ranks_text
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def reasons_without_nccl(control: Backend, deadline: Deadline) -> dict[int, str]
     return {rank: reason.decode(errors="replace") for rank, reason in enumerate(answers) if reason}
 
 
-class NcclGroup(ControlPlaneBackend):
+class NcclGroup(DelegatingBackend):
     """A group with NCCL for tensors on GPUs over a control group, which it closes with itself.
 
     The arguments are those of `NcclBackend`.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.nccl.communicator import Communicator
-    from ferrodist.backends.nccl.in_flight import EnqueuedOp
+    from ferrodist.backends.nccl.in_flight import LaunchedOps
     from ferrodist.backends.nccl.stream_executor import StreamContext, StreamExecutor
 
 
@@ -45,7 +45,7 @@ class NcclEngine:
         """Until `end_async`, don't make the current stream wait for this thread's calls."""
         self._executor.begin_async()
 
-    def end_async(self) -> EnqueuedOp:
+    def end_async(self) -> LaunchedOps:
         """The calls since `begin_async`."""
         return self._executor.end_async()
 
@@ -56,8 +56,8 @@ class NcclEngine:
         have been compared, before anything moves.
         """
         work = partial(getattr(self, f"_{op.kind}"), op)
-        if op.op is not None:
-            work = partial(work, recipe_of(op.source.dtype, op.op, self._world_size))
+        if op.reduction is not None:
+            work = partial(work, recipe_of(op.source.dtype, op.reduction, self._world_size))
         elif op.kind is CollectiveKind.ALL_TO_ALL:
             work = partial(work, sequence)
         tensors = tuple(tensor for tensor in (op.source, op.out) if tensor is not None)

@@ -228,7 +228,7 @@ _FINALIZE_SECONDS = 5.0
 """How long closing a group waits for other ranks to receive what this one sends, before it aborts instead."""
 
 
-class CommunicatorHandle:
+class GroupCommunicator:
     """A group's communicator: made by its ranks together for the first operation, and freed once.
 
     Making a group takes no GPU memory: the communicator is made by the first operation, on that operation's GPU. NCCL

@@ -51,7 +51,7 @@ class InFlightOp:
         return now - self.started_at > self.info.timeout
 
 
-class EnqueuedOp:
+class LaunchedOps:
     """The operations, in order and on one stream, that a thread has launched asynchronously; a `StreamWork`."""
 
     __slots__ = ("_failure", "_is_compared", "_launched")
@@ -69,17 +69,17 @@ class EnqueuedOp:
 
     @property
     def error(self) -> DistributedError | None:
-        """The error because of which its result is missing or worthless."""
+        """The error because of which their results are missing or worthless."""
         return self._failure()
 
     def done(self) -> bool:
-        """Return whether the GPU has done it and the calls have been compared, or the group has failed."""
+        """Return whether the GPU has done them and the calls have been compared, or the group has failed."""
         return self._failure() is not None or all(
             launched.done() and self._is_compared(launched.info.sequence) for launched in self._launched
         )
 
     def wait_on_stream(self) -> None:
-        """Make the current stream wait for it, but not the host. See [Note: lifetimes] in `stream_executor.py`."""
+        """Make the current stream wait for them, but not the host. See [Note: lifetimes] in `stream_executor.py`."""
         if not self._launched:
             return
         streams = self._launched[-1].streams

@@ -5,7 +5,7 @@
 operations by order alone, so whatever threads call, work is enqueued in the order of the sequence numbers that
 `reserve` gave, which is the same on all ranks. A launched operation is tracked until the GPU has passed its end. The
 group's stream first waits for the caller's stream; afterwards the caller's stream waits for the operation, unless it
-was started after `begin_async`: then `EnqueuedOp.wait_on_stream` does that.
+was started after `begin_async`: then `LaunchedOps.wait_on_stream` does that.
 
 [Note: lifetimes]
 torch's allocator reuses freed memory on the stream where it was allocated. After synchronous work that stream is
@@ -23,15 +23,15 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ferrodist.backends.lifecycle import weak_method
-from ferrodist.backends.nccl.communicator import Communicator, CommunicatorHandle, Library, NcclError
-from ferrodist.backends.nccl.in_flight import EnqueuedOp, InFlightOp, OpInfo
+from ferrodist.backends.nccl.communicator import Communicator, GroupCommunicator, Library, NcclError
+from ferrodist.backends.nccl.in_flight import InFlightOp, LaunchedOps, OpInfo
 from ferrodist.backends.nccl.verification import RingVerifier
-from ferrodist.backends.nccl.watchdog import NcclLivenessProbe, Watchdog
+from ferrodist.backends.nccl.watchdog import NcclProgressProbe, Watchdog
 from ferrodist.backends.polling import Backoff
 from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.verification import left_reason
+from ferrodist.backends.weak import weak_method
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     BackendUnavailable,
@@ -89,14 +89,14 @@ class StreamExecutor:
         self._stream = stream
         self.sequencer = Sequencer(lambda: group.failure is not None)
         self.num_called = 0
-        self._handle = CommunicatorHandle(group, library)
+        self._handle = GroupCommunicator(group, library)
         self._outstanding: deque[InFlightOp] = deque()
         self._reaping = threading.Lock()
         self._local = threading.local()
         # The group's listeners hold these for as long as it lasts, so they must not keep a dropped group alive.
         self._verifier = RingVerifier(group, self.reporter())
         executor = weakref.ref(self)
-        self._liveness = NcclLivenessProbe(group, lambda: getattr(executor(), "num_called", 0))
+        self._liveness = NcclProgressProbe(group, lambda: getattr(executor(), "num_called", 0))
         self._mismatch: DistributedError | None = None  # found by a verifier, not yet handled by the watchdog
 
     def reporter(self) -> Callable[[DistributedError], None]:
@@ -165,11 +165,11 @@ class StreamExecutor:
         assert getattr(self._local, "started", None) is None
         self._local.started = []
 
-    def end_async(self) -> EnqueuedOp:
+    def end_async(self) -> LaunchedOps:
         """The operations launched since `begin_async`."""
         started: list[InFlightOp] = self._local.started
         self._local.started = None
-        return EnqueuedOp(
+        return LaunchedOps(
             started,
             failure=lambda: self._group.failure or self._mismatch,
             is_compared=self._verifier.is_compared,

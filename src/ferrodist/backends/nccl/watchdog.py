@@ -1,7 +1,8 @@
-"""Deadlines and failures of operations on GPUs: a thread that polls them, and who is late when one passes.
+"""Deadlines and failures of operations on GPUs: a thread that polls them, and the search for late ranks.
 
-No call of a user may ever learn of these: a call returns when its work is enqueued. So the `Watchdog` polls what is
-outstanding, and `NcclLivenessProbe` asks the other ranks how many operations they have called.
+A call of a user returns when its work is enqueued, so that it may never learn of these. So the `Watchdog` polls the
+outstanding operations, and when a deadline has passed, `NcclProgressProbe` asks the other ranks how many
+operations they have called.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TAG = channel_tag(Channel.DEVICE_PROGRESS, 0)
 _ANSWER_SECONDS = 1.0  # how long ranks have to answer. They do so at once unless they are stopped or get no CPU
 
 
-class NcclLivenessProbe:
+class NcclProgressProbe:
     """Asks the ranks of a group how many operations they have called, and answers ``num_called()``."""
 
     def __init__(self, group: Backend, num_called: Callable[[], int]) -> None:

@@ -6,7 +6,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.control_plane import ControlPlaneBackend
+from ferrodist.backends.delegating_backend import DelegatingBackend
 from ferrodist.backends.native.backend import open_host_group
 from ferrodist.backends.polling import wait_until
 from ferrodist.backends.signature import MAX_PAYLOAD, CollectiveSignature
@@ -34,7 +34,7 @@ _CLOSE_SECONDS = 10.0  # how long `UccBackend.close` takes at most: half of it f
 _LIBRARY, _REASON = b"+", b"-"
 
 
-class UccBackend(ControlPlaneBackend):
+class UccBackend(DelegatingBackend):
     """A rank of a group over UCC.
 
     UCC moves the bytes of the group's collectives. Calls are compared before data moves, and reductions are folded

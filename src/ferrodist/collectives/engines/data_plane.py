@@ -2,7 +2,7 @@
 
 The backend only moves bytes; reductions are folded here, by `fold` and in rank order. So the bits are those of every
 other backend, in every dtype. Chunks and segments are those of `reference.py`; the steps are the backend's operations.
-n is the tensor's bytes, p the number of ranks. After the agreement:
+n is the tensor's bytes, p the number of ranks. After the verification:
 
     operation        up to 108 B   up to 64 KiB             above
     allreduce        nothing       all_gather, (p-1)n       all_to_all a segment, all_gather: 2n(p-1)/p
@@ -82,7 +82,7 @@ class DataPlaneEngine(ReferenceEngine):
         """Use the group's data plane exclusively, once all ranks have made the call."""
         deadline = Deadline(op.timeout)
         call = op.signature(payload=payload)
-        with self._data_plane.sequencer.hold(sequence, op.timeout):  # without a turn the agreement raises
+        with self._data_plane.sequencer.hold(sequence, op.timeout):  # without a turn the verification raises
             payloads = self._group.verifier.verify(call, deadline.remaining(), sequence)
             run = _DataPlaneRun(self._group, op, call, sequence, deadline, payloads, self._data_plane)
             try:
@@ -147,7 +147,7 @@ class _DataPlaneRun(CollectiveRun):
             incoming = [count for (count,) in _COUNT.iter_unpack(table)]
         for peer in self.peers:
             if incoming[peer] != op.recv_counts[peer]:
-                error = self.unmet(peer, op.recv_counts[peer] // op.unit)
+                error = self.row_count_error(peer, op.recv_counts[peer] // op.unit)
                 self.group.abort(error)
                 raise (self.group.failure or error).fresh()
 

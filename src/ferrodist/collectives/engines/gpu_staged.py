@@ -125,7 +125,7 @@ class HostStagedEngine:
             only = staged.segment(windows[0], engine, lambda: (deadline.remaining(), sequence))
             pipeline.run([only], op.tensor.dtype, deadline, self._check_alive)
             return
-        windows = staged.windows(self._agree(staged, deadline, sequence), self._segment_bytes)
+        windows = staged.windows(self._verify(staged, deadline, sequence), self._segment_bytes)
         inner = self._inner_group()
         if not self._has_shared:
             self._share_memory(inner, pipeline, deadline)
@@ -139,10 +139,10 @@ class HostStagedEngine:
         if self._group.failure is not None:
             raise self._group.failure.fresh()
 
-    def _agree(self, staged: StagedOp, deadline: Deadline, sequence: int) -> int:
+    def _verify(self, staged: StagedOp, deadline: Deadline, sequence: int) -> int:
         """Compare a large collective; returns the number of elements of the largest part on any rank."""
         op = staged.op
-        number = -1 if op.op is None else op.op.number
+        number = -1 if op.reduction is None else op.reduction.number
         payload = _SIGNATURE.pack(
             DTYPES.index(op.tensor.dtype), number, op.root, op.dim, op.signature().count, staged.largest
         )

@@ -1,7 +1,7 @@
 """The reference engine: collectives over any backend's ``isend`` and ``irecv``, with which other engines are compared.
 
 A *chunk* is the part of a tensor that one rank owns in a collective, a *segment* a part of a chunk that moves at once.
-n is the tensor's bytes, p the number of ranks. Every collective begins with an agreement ([Note: verification] in
+n is the tensor's bytes, p the number of ranks. Every collective begins with a verification ([Note: verification] in
 `backends/verification.py`: 2 steps, 192 bytes up and 192*p down for each rank), and tiny ones end with it, for their
 elements travel with the call. The figures below are for the steps after it, and the bytes that the busiest rank sends.
 
@@ -91,8 +91,8 @@ def payload_of(op: CollectiveOp, rank: int) -> tuple[bytes, bool]:
         case CollectiveKind.SHARE:
             return op.payload, True
         case CollectiveKind.ALLREDUCE | CollectiveKind.REDUCE | CollectiveKind.REDUCE_SCATTER:
-            if isinstance(op.op, PremultipliedSum):  # whose factor takes the room
-                return _FACTOR.pack(op.op.factor), False
+            if isinstance(op.reduction, PremultipliedSum):  # whose factor takes the room
+                return _FACTOR.pack(op.reduction.factor), False
             if op.kind is not CollectiveKind.REDUCE_SCATTER and op.source.nbytes <= MAX_PAYLOAD:
                 return bytes(bytes_of(op.source)), True
         case CollectiveKind.BROADCAST if op.out.nbytes <= MAX_PAYLOAD:
@@ -119,7 +119,7 @@ class CollectiveRun:
         self.peers = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
         self._tag = channel_tag(Channel.DATA, self.sequence)
         self._factors = None  # every rank's, of a premultiplied sum
-        if isinstance(self.op.op, PremultipliedSum):
+        if isinstance(self.op.reduction, PremultipliedSum):
             self._factors = [_FACTOR.unpack(self.payload(rank, _FACTOR.size))[0] for rank in range(self.world_size)]
 
     def tensor(self, rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -135,7 +135,7 @@ class CollectiveRun:
 
     def fold(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Fold one tensor a rank by the call's reduction."""
-        return fold(self.op.op, inputs, self._factors)
+        return fold(self.op.reduction, inputs, self._factors)
 
     def payload(self, rank: int, size_bytes: int) -> bytes:
         """The payload of a rank's call; aborts the group unless it has ``size_bytes``."""
@@ -174,7 +174,7 @@ class CollectiveRun:
             except SizeMismatchError as error:
                 for (peer, tensor), request in zip(receives, pending, strict=False):  # the receives come first
                     if _has_other_size(request):
-                        raise self.unmet(peer, tensor.numel() // unit) from error
+                        raise self.row_count_error(peer, tensor.numel() // unit) from error
                 raise
 
         self.guard(start_and_wait)
@@ -195,7 +195,7 @@ class CollectiveRun:
             raise
         return pending
 
-    def unmet(self, peer: int, num_rows: int) -> SizeMismatchError:
+    def row_count_error(self, peer: int, num_rows: int) -> SizeMismatchError:
         """The error of a peer that sends another number of rows than this rank expects."""
         return SizeMismatchError(
             f"{self.call} on group {self.group.name!r}, operation {self.sequence}: rank {self.rank} expects"

@@ -410,7 +410,7 @@ def test_a_failed_collective_abandons_pending_requests(monkeypatch):
                 kind=CollectiveKind.REDUCE_SCATTER,
                 source=torch.ones(1 << 21),
                 out=torch.empty(1 << 20),
-                op=fd.ReduceOp.SUM,
+                reduction=fd.ReduceOp.SUM,
                 counts=[1 << 20] * 2,
                 dim=0,
                 timeout=30,

@@ -18,7 +18,9 @@ from ferrodist.testing import run_ranks
 
 
 def _sum_in_place(tensor: torch.Tensor) -> CollectiveOp:
-    return CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=tensor, out=tensor, op=fd.ReduceOp.SUM, timeout=20.0)
+    return CollectiveOp(
+        kind=CollectiveKind.ALLREDUCE, source=tensor, out=tensor, reduction=fd.ReduceOp.SUM, timeout=20.0
+    )
 
 
 @pytest.fixture(autouse=True)

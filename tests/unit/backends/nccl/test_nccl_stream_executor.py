@@ -312,7 +312,7 @@ def test_a_communicator_dropped_by_a_child_is_left_alone() -> None:
     for process, is_aborted in ((os.getpid() + 1, False), (os.getpid(), True)):
         (control,) = fd.SimulatedBackend.create_group(1)
         nccl = FakeNccl()
-        made = communicator_module.CommunicatorHandle(control, lambda nccl=nccl: nccl)
+        made = communicator_module.GroupCommunicator(control, lambda nccl=nccl: nccl)
         made._process = process
         made.begin(torch.device("cpu"), CollectiveSignature(operation="x"), Deadline(5.0))
         del made
@@ -324,7 +324,7 @@ def test_a_communicator_dropped_by_a_child_is_left_alone() -> None:
 def test_an_aborted_communicator_is_never_ready() -> None:
     """A thread that still waits for it does not call NCCL."""
     (control,) = fd.SimulatedBackend.create_group(1)
-    made = communicator_module.CommunicatorHandle(control, FakeNccl)
+    made = communicator_module.GroupCommunicator(control, FakeNccl)
     made.begin(torch.device("cpu"), CollectiveSignature(operation="x"), Deadline(5.0))
     assert made.is_ready()
     made.abort()

@@ -21,11 +21,11 @@ class Delegated:
     def __set_name__(self, _: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, group: ControlPlaneBackend | None, _: type) -> Any:
+    def __get__(self, group: DelegatingBackend | None, _: type) -> Any:
         return self if group is None else getattr(getattr(group, self._owner), self._name)
 
 
-class ControlPlaneBackend(NonBlockingBackend):
+class DelegatingBackend(NonBlockingBackend):
     """A group over a control group of another backend, which it closes with itself and which has no other user."""
 
     failure: Any = Delegated()
