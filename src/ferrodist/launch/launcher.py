@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from ferrodist.launch.failure_report import failure_report, stop_report
 from ferrodist.launch.mpiexec import run_mpiexec
-from ferrodist.launch.pmi_server import PmiServer
 from ferrodist.launch.output import print_warning
+from ferrodist.launch.pmi_server import PmiServer
 from ferrodist.launch.process_watch import SignalInbox
 from ferrodist.launch.spec import (
     LOOPBACK,
