@@ -3,7 +3,7 @@
 
 #include "base/fresh_memory.h"
 #include "collectives/data_movement.h"
-#include "collectives/pipeline.h"
+#include "collectives/exchange.h"
 #include "collectives/sizes.h"
 
 namespace ferrodist {

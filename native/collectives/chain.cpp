@@ -1,6 +1,6 @@
 #include "collectives/chain.h"
 
-#include "collectives/pipeline.h"
+#include "collectives/exchange.h"
 
 namespace ferrodist {
 

@@ -3,7 +3,7 @@
 #include <numeric>
 
 #include "base/fresh_memory.h"
-#include "collectives/pipeline.h"
+#include "collectives/exchange.h"
 #include "collectives/sizes.h"
 
 namespace ferrodist {

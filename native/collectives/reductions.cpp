@@ -3,7 +3,7 @@
 #include "base/fresh_memory.h"
 #include "collectives/chain.h"
 #include "collectives/reduction_folder.h"
-#include "collectives/pipeline.h"
+#include "collectives/exchange.h"
 #include "collectives/sizes.h"
 
 namespace ferrodist {

@@ -1,5 +1,5 @@
 // The choice of transfer mode per kind of call: direct reads of peers' memory, or staging through slots; see [Note:
-// offers] in pipeline.h.
+// offers] in exchange.h.
 //
 // [Note: reading]
 // Which mode is faster depends on the processor, on where the system runs the ranks, and on the size. Two ranks that

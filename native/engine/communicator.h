@@ -159,7 +159,9 @@ private:
 
     Fabric fabric_;
     shm::Arenas arenas_;
-    Context context_;  // owned by the holder of the turn: `turn_` is stored after a change and loaded before a read
+    // It and the fabric's counters are owned by the holder of the turn: `turn_` is stored after a change and loaded
+    // before a read.
+    Context context_;
     std::atomic<std::uint64_t> reserved_{0};
     std::atomic<std::uint64_t> turn_{0};
     std::atomic<bool> is_broken_{false};

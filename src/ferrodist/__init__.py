@@ -161,7 +161,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {  # the names of each module
+_NAMES_BY_MODULE = {
     "backends.base": "Backend",
     "backends.mpi": "MpiBackend is_mpi_available",
     "backends.native": "GlooBackend NativeBackend is_gloo_available is_native_available",
@@ -207,9 +207,9 @@ _HOMES = {  # the names of each module
     "tensor.redistribute": "record_redistributions",
 }
 _PACKAGES = ["checkpoint", "rpc"]
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
-__all__ = ["__version__", *_PACKAGES, *_HOME_OF]  # noqa: PLE0604 - names that __getattr__ gives
+__all__ = ["__version__", *_PACKAGES, *_MODULE_OF]  # noqa: PLE0604 - names that __getattr__ gives
 
 
 if not TYPE_CHECKING:  # checkers refuse names that are not there
@@ -217,12 +217,12 @@ if not TYPE_CHECKING:  # checkers refuse names that are not there
     def __getattr__(name: str) -> Any:
         if name in _PACKAGES:
             return import_module(f"{__name__}.{name}")
-        home = _HOME_OF.get(name)
-        if home is None:
+        module = _MODULE_OF.get(name)
+        if module is None:
             from ferrodist.torch_equivalents import hint_for  # noqa: PLC0415 - seldom needed
 
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint_for(name)}")
-        value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+        value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
         return value
 
 

@@ -69,7 +69,7 @@ class Deadline:
         return min(max(0.0, self._end - self._clock()), _LONGEST_WAIT)
 
     def elapsed(self) -> float:
-        """Return the seconds since the deadline was created."""
+        """Return the seconds since the call began."""
         return self._clock() - self._start
 
     @property
@@ -84,7 +84,7 @@ def long_wait() -> Deadline:
 
 
 def before_warning(timeout: float) -> float:
-    """Return the part of a timeout until a warning is due; values that are not numbers stay as they are."""
+    """Return the part of a timeout until a warning is due; another value is returned, for the call to refuse."""
     try:
         if timeout > LONG_WAIT_SECONDS:
             return LONG_WAIT_SECONDS

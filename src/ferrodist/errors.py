@@ -172,7 +172,7 @@ class RendezvousError(DistributedError):
     """The ranks of a job could not all meet."""
 
 
-class BackendUnavailable(DistributedError):  # noqa: N818 - the name the crate gave it
+class BackendUnavailable(DistributedError):  # noqa: N818 - a public name
     """An engine that is not installed, or cannot run on this machine."""
 
 

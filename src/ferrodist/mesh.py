@@ -284,10 +284,10 @@ class DeviceMesh:
         """Return whether both are the same grid of one group; the groups along their axes may differ."""
         if not isinstance(other, DeviceMesh):
             return NotImplemented
-        return self._key() == other._key()
+        return self._grid_key() == other._grid_key()
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self._grid_key())
 
     def __deepcopy__(self, memo: object) -> Self:
         """Return the mesh itself: copies of modules communicate over the same groups."""
@@ -304,7 +304,7 @@ class DeviceMesh:
         """The grid, with this rank in brackets."""
         return draw_grid(self._shape, self._axis_names, self._ranks, self.parent.rank, self.parent.name)
 
-    def _key(self) -> tuple[object, ...]:
+    def _grid_key(self) -> tuple[object, ...]:
         return (id(self.parent), self._shape, self._axis_names, self._ranks)
 
     def _sub_mesh(self, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: tuple[int, ...]) -> DeviceMesh:

@@ -48,7 +48,7 @@ def check_descriptors(number: int) -> None:
 
 @contextmanager
 def naming_limits(
-    who: str, ranks: tuple[int, ...] = (), *, kind: type[DistributedError] = RendezvousError
+    what_failed: str, ranks: tuple[int, ...] = (), *, kind: type[DistributedError] = RendezvousError
 ) -> Iterator[None]:
     """Convert errors of the block that hit a limit of the system to ones with the limit's name and these ranks."""
     try:
@@ -59,4 +59,4 @@ def naming_limits(
         text = limit_text(error)
         if text is None:
             raise
-        raise kind(f"{who}: {text}", ranks=ranks) from error
+        raise kind(f"{what_failed}: {text}", ranks=ranks) from error

@@ -110,7 +110,7 @@ def test_every_collective_has_a_row() -> None:
         "Send",
         "Recv",
     }
-    public = {name for name, home in fd._HOME_OF.items() if home.startswith("collectives.")}
+    public = {name for name, home in fd._MODULE_OF.items() if home.startswith("collectives.")}
     started = {name for name in public if name.startswith("async_")}
     rows = {row[""].strip("`"): row for row in _tables()[1]}
     assert public - messages - same - values - started == rows.keys()

@@ -313,7 +313,7 @@ class Rank:
         table = agent._rrefs.refcounts.table
         kept = list(table._owned.values())
         found = {f"keeps {each.id}": each.handle() or each.counts or "what was registered" for each in kept}
-        found["registered"] = [vars(each) for each in table._forks.by_key.values()]
+        found["registered"] = [vars(each) for each in table._transfers.by_key.values()]
         found |= {f"has {id_}": held.handle() or held.count for id_, held in list(table._used.items())}
         found["calls"] = agent.statistics().in_flight + len(agent._client.pending._calls)
         peers = list(agent._peers._peers.values())

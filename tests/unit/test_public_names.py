@@ -184,7 +184,7 @@ def test_type_checkers_see_the_same_names():
     tree = ast.parse(inspect.getsource(fd))
     block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.name: node.module.removeprefix("ferrodist.") for node in block.body for alias in node.names}
-    assert seen == fd._HOME_OF | dict.fromkeys(fd._PACKAGES, "ferrodist")
+    assert seen == fd._MODULE_OF | dict.fromkeys(fd._PACKAGES, "ferrodist")
 
 
 def test_checkers_do_not_see_the_loading_of_names():

@@ -33,7 +33,7 @@ namespace ferrodist::shm {
 // Two cache lines: processors fetch lines in pairs.
 inline constexpr std::size_t line_bytes = 128;
 
-// Staging slots per rank; see [Note: slots] in collectives/pipeline.h.
+// Staging slots per rank; see [Note: slots] in collectives/exchange.h.
 inline constexpr std::size_t num_slots = 3;
 
 // The signature of one rank's collective call, stored beside its arrival flag. It must be equal on all ranks.
@@ -65,7 +65,7 @@ struct alignas(line_bytes) Arrival {
 };
 static_assert(sizeof(Arrival) == 2 * line_bytes);
 
-// How far a rank has come through the segments of all collectives so far; see [Note: slots] in collectives/pipeline.h.
+// How far a rank has come through the segments of all collectives so far; see [Note: slots] in collectives/exchange.h.
 struct alignas(line_bytes) RankFlags {
     Flag staged;  // its input of segments below this is in its slots
     Flag folded;  // its chunk of the result of segments below this is in its slots

@@ -36,7 +36,8 @@ from ferrodist.checkpoint.shard_metadata import (
 from ferrodist.checkpoint.state_objects import OptimizerState, RandomState
 from ferrodist.checkpoint.tools.diff import Difference, DifferenceKind, compare
 from ferrodist.checkpoint.tools.inspect import Inspection, inspect_checkpoint
-from ferrodist.checkpoint.tools.reshard import RewriteOptions, reshard
+from ferrodist.checkpoint.tools.reshard import reshard
+from ferrodist.checkpoint.tools.rewrite import RewriteOptions
 from ferrodist.checkpoint.tools.verify import Problem, VerificationReport, verify
 from ferrodist.errors import DistCheckpointError
 

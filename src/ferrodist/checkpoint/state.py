@@ -160,7 +160,7 @@ class Encoder:
     """Tensors by key; tied tensors are here once."""
     paths: dict[str, str] = field(default_factory=dict)
     """The path of each tensor in the state."""
-    own: set[str] = field(default_factory=set)
+    per_rank_keys: set[str] = field(default_factory=set)
     """The keys of tensors within a `PerRank`, which only this rank has."""
     unsaved: set[str] = field(default_factory=set)
     """The keys of tensors that another rank saves."""
@@ -198,7 +198,7 @@ class Encoder:
             node = self.encode(value, (*path, f"rank{self.rank}"))
         finally:
             self._keys_by_identity, self._in_per_rank = known, was_own
-        self.own |= set(self.tensors) - before
+        self.per_rank_keys |= set(self.tensors) - before
         return node
 
     def _encode_mapping(self, value: Mapping[Any, Any], path: tuple[object, ...]) -> Node:

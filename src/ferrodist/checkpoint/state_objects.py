@@ -85,23 +85,23 @@ class OptimizerState:
     def targets(self, shapes: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]) -> dict[str, Any]:
         """Allocate the tensors that saved ones are loaded into, also before the optimizer's first step."""
         names = self._parameter_names()
-        wholes = {name: _full_shape(parameter) for parameter, name in names.items()}
+        full_shapes = {name: _full_shape(parameter) for parameter, name in names.items()}
         # For scalar parameters, shapes don't tell per-element state from scalars; other parameters' state does.
-        kinds = {
-            key: shape == wholes[name]
+        is_per_element = {
+            key: shape == full_shapes[name]
             for name, entries in shapes.items()
             for key, (shape, _) in entries.items()
-            if wholes.get(name)
+            if full_shapes.get(name)
         }
-        return {
-            name: {
-                key: empty_shard_like(parameter, dtype)
-                if shape == wholes[name] and (shape or kinds.get(key, key not in _SCALAR_STATE))
-                else torch.empty(shape, dtype=dtype, device="cpu")
-                for key, (shape, dtype) in shapes.get(name, {}).items()
-            }
-            for parameter, name in names.items()
-        }
+        made: dict[str, Any] = {}
+        for parameter, name in names.items():
+            made[name] = {}
+            for key, (shape, dtype) in shapes.get(name, {}).items():
+                if shape == full_shapes[name] and (shape or is_per_element.get(key, key not in _SCALAR_STATE)):
+                    made[name][key] = empty_shard_like(parameter, dtype)
+                else:
+                    made[name][key] = torch.empty(shape, dtype=dtype, device="cpu")
+        return made
 
     @property
     def _is_partial(self) -> bool:

@@ -11,10 +11,10 @@ import difflib
 import sys
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
-from ferrodist.bench import add_bench_arguments, bench_options, run_bench
+from ferrodist.bench.cli import add_bench_arguments, bench_options, run_bench
 from ferrodist.cli.checkpoint import add_ckpt_arguments, run_ckpt
 from ferrodist.cli.doctor import add_doctor_arguments, run_doctor
-from ferrodist.demo import add_demo_arguments, demo_options, run_demo
+from ferrodist.demo.cli import add_demo_arguments, demo_options, run_demo
 from ferrodist.errors import DistributedError
 from ferrodist.installation import installed_version
 from ferrodist.launch.launcher import launch
@@ -86,7 +86,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
 
 def _unrecognized(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
     """Return the message for unknown arguments, with similar options of the command."""
-    options = [option for option in parser._option_string_actions if option.startswith("--")]  # noqa: SLF001 - as above
+    options = [option for option in parser._option_string_actions if option.startswith("--")]  # noqa: SLF001 - argparse has no public list
     likely: list[str] = []
     for given in (each.partition("=")[0] for each in unknown if each.startswith("--")):
         longer = [option for option in options if option.startswith(given)]

@@ -181,7 +181,7 @@ class PmiServer:
             return "cmd=get_result rc=-1 msg=key_not_found"
         return f"cmd=get_result rc=0 msg=success value={value}"
 
-    def _enter_barrier(self, rank: int, _said: Mapping[str, str]) -> None:
+    def _enter_barrier(self, rank: int, _fields: Mapping[str, str]) -> None:
         self._in_barrier.add(rank)
         if len(self._in_barrier) == self._world_size:
             self._in_barrier.clear()

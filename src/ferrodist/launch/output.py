@@ -199,7 +199,7 @@ class OutputPump:
         self._routes: dict[int, _Route] = {}
         self._queue: deque[tuple[int, memoryview]] = deque()
         self._closed_sinks: set[int] = set()
-        self._prompter: _Route | None = None  # the last one with prompts that said something
+        self._prompter: _Route | None = None  # the one that wrote last, of those that may show a prompt
         self.error: OSError | None = None
         """The error for which a sink was dropped, unless its reader had closed it."""
 

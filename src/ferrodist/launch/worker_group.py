@@ -127,7 +127,8 @@ class WorkerGroup:
         self._num_interrupts = 0
         self._discards_output = False
         self._stopping = False
-        self._killed: frozenset[int] | None = None
+        self._killed: frozenset[int] = frozenset()  # ranks that were alive when SIGKILL was sent
+        self._has_swept = False  # whether the process groups were sent SIGKILL, which ends a successful attempt, too
 
     def __enter__(self) -> Self:
         try:
@@ -144,7 +145,7 @@ class WorkerGroup:
         The first rank that fails stops the others: SIGTERM, then SIGKILL after `timeout_before_kill`; if its failure is
         secondary, the rank that caused it first has `ROOT_CAUSE_TIMEOUT` to end. The first SIGINT, SIGTERM or SIGHUP to
         the launcher stops them too, and is forwarded as it is; a second SIGINT or SIGTERM kills at once, and drops
-        unread output.
+        unread output. Processes that the ranks leave behind are always killed at the end.
         """
         while not self._is_finished():
             ready = self._poll()
@@ -159,7 +160,7 @@ class WorkerGroup:
                 self._await_output()
             if self._kill_deadline is not None and self._kill_deadline.expired:
                 self._kill()
-            if self._all_exited and self._killed is not None:
+            if self._all_exited and self._has_swept:
                 self._pump.read_rest()
             self._pump.write()
         failure = self._first_failure
@@ -168,7 +169,7 @@ class WorkerGroup:
             exits=tuple(self._exits),
             first_failure=failure,
             stopped_by=self._stopped_by,
-            killed=self._killed or frozenset(),
+            killed=self._killed,
             elapsed=self._clock.elapsed(),
             tail=tuple(tail),
             output_error=self._pump.error,
@@ -179,7 +180,7 @@ class WorkerGroup:
         return len(self._exits) == len(self._processes)
 
     def _is_finished(self) -> bool:
-        if not self._all_exited or self._killed is None:
+        if not (self._all_exited and self._has_swept):
             return False
         return self._pump.at_end and (self._discards_output or self._pump.blocked_sink is None)
 
@@ -235,7 +236,7 @@ class WorkerGroup:
             poller.register(self._pump.blocked_sink, select.POLLOUT)
         if not self._stopping:
             limit = min(limit, self._root_cause_deadline.remaining())
-        if self._killed is None:
+        if not self._has_swept:
             if self._kill_deadline is not None:
                 limit = min(limit, self._kill_deadline.remaining())
             if self._all_exited and self._pump.at_end:
@@ -303,7 +304,8 @@ class WorkerGroup:
             self._kill()
 
     def _kill(self) -> None:
-        if self._killed is None:
+        if not self._has_swept:
+            self._has_swept = True
             self._killed = frozenset(self._rank_of.values()) - {exit_.rank for exit_ in self._exits}
             self._signal_groups(signal.SIGKILL)
 

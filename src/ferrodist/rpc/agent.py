@@ -13,7 +13,7 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from ferrodist.arguments import check_int
+from ferrodist.arguments import check_bool, check_int
 from ferrodist.backends.base import Backend
 from ferrodist.backends.lifecycle import ExitStage, at_exit, cancel_at_exit
 from ferrodist.backends.non_member import NonMemberGroup, check_group
@@ -121,7 +121,7 @@ class RpcAgent:
                 max_outstanding=most_outstanding,
                 timeout=self.timeout,
             )
-            self._rrefs.bind(self._client, self._server)
+            self._rrefs.bind(self._client, self._server)  # they were made with it, and it needs them
             self._names = WorkerNames(name or "", self._peers, self._server)
             self._shutdown = GracefulShutdown(self.rank, self.world_size, self._client, self._server)
         # A thread that is in torch while the interpreter ends would take the process down.
@@ -299,11 +299,11 @@ class RpcAgent:
             steps.callback(self._executor.close)
             steps.callback(self._peers.close)
             steps.callback(self._client.pending.close)
-            steps.callback(self._rrefs.refuse)
+            steps.callback(self._rrefs.stop)
             steps.callback(self._shutdown.close)
             steps.callback(self._names.close)
             steps.callback(self._server.close)
-            steps.callback(self._peers.refuse)
+            steps.callback(self._peers.stop_waiting)
 
     def _seconds(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else check_timeout(timeout)
@@ -333,8 +333,7 @@ def _check_options(
     check_int("num_workers", num_workers, min=1)
     check_int("most_outstanding", most_outstanding, min=1)
     check_int("message_limit", message_limit, min=_MIN_MESSAGE_LIMIT)
-    if not isinstance(allow_pickle, bool):
-        raise TypeError(f"allow_pickle is True or False, not {allow_pickle!r}")
+    check_bool("allow_pickle", allow_pickle)
     if name is None:
         return
     if not isinstance(name, str):

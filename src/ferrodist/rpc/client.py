@@ -329,7 +329,7 @@ class RpcClient(PeerListener):
         if pending is None:  # it has ended with its rank, or with this agent
             if kind is MessageKind.RESULT:
                 with contextlib.suppress(Exception):  # as below
-                    unpack_result(content, rank, self._codec.extensions[rank])
+                    unpack_result(content, rank, self._codec.leaf_codecs[rank])
             return
         pending.release()
         if pending.is_given_up:
@@ -381,6 +381,7 @@ class RpcClient(PeerListener):
             if self.pending.pop(call_id) is None:  # the caller has the error already
                 return call_id
             pending.release()
+            # UnsupportedOpError and SizeMismatchError are the caller's fault; others mean that the group has ended.
             is_wrong_argument = isinstance(error, (TypeError, ValueError))
             if isinstance(error, DistributedError) and not is_wrong_argument and self.pending.closed is None:
                 raise lost_error(pending.rank, error) from error
@@ -392,7 +393,8 @@ class RpcClient(PeerListener):
             has_slot = peer.window.acquire(pending.remaining)
         if not has_slot:
             raise DistributedTimeoutError(
-                f"rank {pending.rank} has as many calls without a result as may be, for {pending.timeout:g} s",
+                f"rank {pending.rank} has had most_outstanding calls without a result for {pending.timeout:g} s: pass a"
+                " longer timeout, or make the agents with a larger most_outstanding",
                 ranks=(pending.rank,),
             )
 
@@ -430,5 +432,5 @@ class RpcClient(PeerListener):
 
     def _unpack(self, pending: PendingCall, kind: MessageKind, content: Content) -> Any:
         if kind is MessageKind.RESULT:
-            return unpack_result(content, pending.rank, self._codec.extensions[pending.rank])
+            return unpack_result(content, pending.rank, self._codec.leaf_codecs[pending.rank])
         raise error_of(pending.name, pending.rank, unpack_failure(content, pending.rank))

@@ -68,13 +68,13 @@ class Frame:
     def __init__(self, data: bytes, peer: int) -> None:
         kind, self.form, flags, self.size, self.call_id = _HEADER.unpack_from(data)
         if kind not in _KINDS or self.form not in _FORMS or flags > _HAS_REFERENCES:
-            raise ProtocolError(f"rank {peer} sent what is no message of an agent", ranks=(peer,))
+            raise ProtocolError(f"rank {peer} sent something that is not a message of an agent", ranks=(peer,))
         self.data = data
         self.kind = _KINDS[kind]
         self.has_references = bool(flags)  # according to the sender
         # Whether the whole message is in the frame.
         self.is_complete = self.size <= FRAME_CONTENT_BYTES and self.form == Form.PLAIN
-        self.index = 0  # the number of frames before it, where it has to wait or others wait for it
+        self.index = 0  # its position among the peer's frames, from 1; 0 before `ReceiveQueue._next`
         self.is_cancelled = False  # whether the sender waits for no response any more
 
     def content(self) -> bytes:
@@ -126,13 +126,15 @@ class ReceiveQueue:
         self._runner: int | None = None  # the thread that takes frames
         self._num_seen = 0
         self._new: deque[bytes] = deque()
-        self._waiting: tuple[_WaitingFrames, _WaitingFrames] = (deque(), _INTERNAL), (deque(), _ALL)
+        self._after_internal_calls: _WaitingFrames = deque(), _INTERNAL
+        self._after_everything: _WaitingFrames = deque(), _ALL
+        self._waiting = self._after_internal_calls, self._after_everything
         # Frames that wait, or whose messages were not handled yet, by kind in the order in which they came.
         self._pending: dict[MessageKind, dict[int, Frame]] = {kind: {} for kind in MessageKind}
         self._unfinished: dict[tuple[MessageKind, int], Frame] = {}  # the same, without notices, by call id
 
     def put(self, frames: list[bytes]) -> None:
-        """Queue frames, and take those that may go; an interruption is raised in the end."""
+        """Queue the frames and empty the list, and take those that may go; raises an interruption at the end."""
         with self._lock:
             if not self._is_stopped:
                 self._new += frames
@@ -202,9 +204,9 @@ class ReceiveQueue:
                 frame.index = self._num_seen
                 queue = None
                 if frame.kind is MessageKind.NOTICE:
-                    queue = self._waiting[1]
+                    queue = self._after_everything
                 elif frame.kind is MessageKind.INTERNAL_CALL or frame.has_references:
-                    queue = self._waiting[0]
+                    queue = self._after_internal_calls
                 may_go = queue is None or self._may_go(frame, queue[1])
                 if not may_go or not frame.is_complete:  # others never wait for a frame that is handled at once
                     self._remember(frame)

@@ -76,14 +76,14 @@ class LargeMessage:
         try:
             self._value, out_of_band = decode_value(in_band, self._tags)
         except UnreadableError as error:
-            self._error = ProtocolError(f"rank {peer} sent what is no value: {error}", ranks=(peer,))
+            self._error = ProtocolError(f"rank {peer} sent something that is not a value: {error}", ranks=(peer,))
             if error.out_of_band is None:
                 raise self._error from None
             out_of_band = error.out_of_band
         try:
             size = in_band.nbytes + sum([each.check() for each in out_of_band])
         except ValueError as error:
-            raise ProtocolError(f"rank {peer} sent what is no value: {error}", ranks=(peer,)) from None
+            raise ProtocolError(f"rank {peer} sent something that is not a value: {error}", ranks=(peer,)) from None
         self._check_size(size)
         return out_of_band
 

@@ -48,11 +48,11 @@ class MessageKind(enum.IntEnum):
 OWN_NAMES = "ferrodist."
 """Prefix of the names of internal calls, which users can't register."""
 
-HELLO = "ferrodist.hello"
-"""(name): the name of the calling rank. A notice."""
+ANNOUNCE_NAME = "ferrodist.hello"
+"""(name): the name of the calling rank, for calls by name. A notice."""
 
 MET = "ferrodist.met"
-"""(): the caller knows of the connection, and so of whatever is sent to it from now on. A notice."""
+"""(): the first message on a connection; references registered for the caller may be sent from now on. A notice."""
 
 NO_CALL_ID = 0
 """The call id of a `NOTICE`."""
@@ -184,20 +184,20 @@ def pack_plain_call(call: Call) -> bytes | None:
     return None
 
 
-def pack_call(call: Call, extensions: Sequence[LeafCodec]) -> Content:
+def pack_call(call: Call, leaf_codecs: Sequence[LeafCodec]) -> Content:
     """Pack a call; raises TypeError with the position of a value that can't be sent."""
     content = pack_plain_call(call)
     if content is not None:
         return content
     value = [call.name, tuple(call.arguments), call.keywords]
     try:
-        return PackedValue.of(value, "", extensions, _check_tensor)
+        return PackedValue.of(value, "", leaf_codecs, _check_tensor)
     except TypeError as error:
         title = call.name.removeprefix(OWN_NAMES)
         raise TypeError(f"the call of {title!r}: {_locate_argument(call, str(error))}") from None
 
 
-def unpack_call(content: Content, src: int, extensions: Sequence[LeafCodec]) -> Call:
+def unpack_call(content: Content, src: int, leaf_codecs: Sequence[LeafCodec]) -> Call:
     """Unpack a call; raises ProtocolError for other content, and PeerLostError if a reference in it is refused."""
     try:
         if isinstance(content, bytes):
@@ -205,7 +205,7 @@ def unpack_call(content: Content, src: int, extensions: Sequence[LeafCodec]) -> 
             if _are_plain(call.arguments) and _are_plain(call.keywords.values()):
                 return call
         else:
-            match content.open(extensions):
+            match content.open(leaf_codecs):
                 case [str(name), tuple(arguments), dict(keywords)]:
                     return Call(name, arguments, keywords)
     except PeerLostError:  # a reference is refused
@@ -225,17 +225,17 @@ def pack_plain_result(value: Any) -> bytes | None:
     return None
 
 
-def pack_result(value: Any, extensions: Sequence[LeafCodec]) -> Content:
+def pack_result(value: Any, leaf_codecs: Sequence[LeafCodec]) -> Content:
     """Pack a function's result; raises TypeError with the position of a value that can't be sent."""
     content = pack_plain_result(value)
-    return PackedValue.of(value, "the result", extensions, _check_tensor) if content is None else content
+    return PackedValue.of(value, "the result", leaf_codecs, _check_tensor) if content is None else content
 
 
-def unpack_result(content: Content, src: int, extensions: Sequence[LeafCodec]) -> Any:
+def unpack_result(content: Content, src: int, leaf_codecs: Sequence[LeafCodec]) -> Any:
     """Unpack a result; raises as `unpack_call`."""
     try:
         if not isinstance(content, bytes):
-            return content.open(extensions)
+            return content.open(leaf_codecs)
         value = _DECODE_RESULT(content)
         if type(value) in _PLAIN:
             return value
@@ -275,7 +275,7 @@ def error_of(name: str, peer: int, failure: Failure) -> Exception:
 
 
 def _protocol_error(what: str, src: int) -> ProtocolError:
-    return ProtocolError(f"rank {src} sent what is no {what}", ranks=(src,))
+    return ProtocolError(f"rank {src} sent something that is not a {what}", ranks=(src,))
 
 
 class ReferenceTransfer(ABC):
@@ -306,7 +306,7 @@ class ValueCodec(ABC):
             arrays = dataclasses.replace(ARRAY_CODEC, encode=_take_array_or_leave)
             last = (_PICKLE_CODEC,)
         # By peer, the codecs of values beside nested ones.
-        self.extensions = {peer: (arrays, codec, *last) for peer, codec in reference_codecs.items()}
+        self.leaf_codecs = {peer: (arrays, codec, *last) for peer, codec in reference_codecs.items()}
         self.tags = tuple(each.tag for each in (arrays, *list(reference_codecs.values())[:1], *last))
 
     @abstractmethod

@@ -118,8 +118,8 @@ class IncomingCall:
     def __init__(self, peer: Peer, call_id: int | None, content: Content) -> None:
         self.peer = peer
         self.call_id = call_id  # the caller's; None for a notice, which has no response
-        self.content: Content | None = content  # the packed call, or
-        self.call: Call | None = None  # the unpacked one, until it is served
+        self.content: Content | None = content  # the packed call, until it is unpacked
+        self.call: Call | None = None  # the call in place of the packed one, until it is served
         self.function: Callable[..., Any] | None = None  # in place of the one registered under the call's name
         self.on_result: Callable[[Any], Any] | None = None  # makes the result an object; returns what is sent instead
         self.is_submitted = False  # whether a function of the user's is to be called
@@ -172,7 +172,7 @@ class PeerOptions:
 
 
 class Peer(ABC):
-    """A rank that is called, and makes calls here."""
+    """A rank of the agents, this one included, that is called and makes calls here."""
 
     def __init__(self, rank: int, options: PeerOptions, handler: MessageHandler) -> None:
         self.rank = rank

@@ -15,7 +15,7 @@ from ferrodist.errors import (
     PeerLostError,
 )
 from ferrodist.rpc.executor import SerialExecutor
-from ferrodist.rpc.messages import HELLO, MET
+from ferrodist.rpc.messages import ANNOUNCE_NAME, MET
 from ferrodist.rpc.peer import LoopbackPeer, MessageHandler, Peer, PeerOptions, RemotePeer
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class PeerManager:
         try:
             self._backend.open(self)
         except BaseException:
-            self.refuse()
+            self.stop_waiting()
             self._leave()
             raise
 
@@ -107,7 +107,7 @@ class PeerManager:
         """Return True if a rank is not there, and can't come any more."""
         return rank not in self._peers and bool(self._backend.hopeless(rank))
 
-    def refuse(self) -> None:
+    def stop_waiting(self) -> None:
         """Raise `GroupClosedError` for all that wait, and take no more peers."""
         with self._changed:
             self._is_closed = True
@@ -115,7 +115,7 @@ class PeerManager:
 
     def close(self) -> None:
         """Say goodbye to all peers, and receive nothing more."""
-        self.refuse()
+        self.stop_waiting()
         if not self._was_left:
             self._backend.close()
             self._leave()
@@ -154,7 +154,7 @@ class PeerManager:
                 if is_published:
                     remote.start()
                     remote.notify(MET)
-                    remote.notify(HELLO, self._name)
+                    remote.notify(ANNOUNCE_NAME, self._name)
                     return
         pair.close(0)
 

@@ -3,17 +3,17 @@
 `RRefTransfer` counts the references in one message at their owners before the message is sent.
 
 [Note: references from third ranks]
-Rank S sends rank R a reference to an object of rank O. Each message with such references has a number of S's, its
-*fork id*, which goes with them. A process of a rank is named by its incarnation; a connection that breaks counts as the
-death of each for the other.
+Rank S sends rank R a reference to an object of rank O. Each message with such references is a transfer, and carries a
+number of S's, its *transfer id*. A process of a rank is named by its incarnation. A connection that breaks counts as
+the death of each for the other.
 
-    S -> O   REGISTER     these references are about to go to that process of R, with this fork id; O answers
-    S -> R   the message; its fork id is in it
+    S -> O   REGISTER     these references are about to go to that process of R, with this transfer id; O answers
+    S -> R   the message; its transfer id is in it
     R -> O   CONFIRM      these have arrived
     R -> O   RELEASE      R has no reference to it any more, of so many that arrived
 
-Registered references are a `PendingFork` at O, and keep their objects, until one of these takes it over or away; each
-names the fork id, so that none takes more than what it means:
+Registered references are a `PendingTransfer` at O, and keep their objects, until one of these takes it over or away;
+each names the transfer id, so that none takes more than what it means:
 
 - R confirms: its counts at O grow by as much. Notices come in order, so a RELEASE finds what was confirmed before.
 - S has not sent it: the rank, or the call, was gone when O answered. S says so: UNREGISTER.
@@ -22,10 +22,10 @@ names the fork id, so that none takes more than what it means:
   O gives it when R says MET, as both know then of the connection that the counts belong to.
 - S dies before O has answered: nothing was sent, O forgets it.
 - S dies after that: only R can tell whether the message arrived. O asks: SETTLE. From then on R refuses what arrives
-  with the fork id, and its next CONFIRM says so, behind those of references that arrived before. O forgets the rest.
-  So R has a reference that is counted, or a message that it does not accept, whose sender is gone.
+  with the transfer id, and its next CONFIRM says so, behind references that arrived before. O forgets the rest. So
+  R has a reference that is counted, or a message that it does not accept, whose sender is gone.
 - S and R lose each other, and both live: S says so to the owners where it has registered R: LOST, and O asks R.
-  Fork ids grow, so that what S registers for the next connection is not meant.
+  Transfer ids grow, so that what S registers for the next connection is not meant.
 - O dies: S can't register, or R has a reference to nothing; the next process of O knows no such object.
 
 All that R gives back was counted in the connection by which it goes: the sender of counts first looks the connection up
@@ -49,7 +49,7 @@ from ferrodist.errors import DistributedError, DistributedTimeoutError, PeerLost
 from ferrodist.rpc.future import Future, OneShot
 from ferrodist.rpc.messages import MET, OWN_NAMES, Call, ReferenceTransfer
 from ferrodist.rpc.peer_manager import PeerListener
-from ferrodist.rpc.refcount_tables import ForkKey, PendingFork, RRefTable
+from ferrodist.rpc.refcount_tables import PendingTransfer, RRefTable, TransferKey
 from ferrodist.rpc.rref import OwnedObject, ReferenceId, RRef, RRefOperations, UserRRef
 
 if TYPE_CHECKING:
@@ -62,24 +62,24 @@ if TYPE_CHECKING:
     from ferrodist.rpc.server import RpcServer
 
 REGISTER = f"{OWN_NAMES}register"
-"""(fork id, rank, incarnation, objects): references are about to be sent to a rank. The response: whether they may."""
+"""(transfer id, rank, incarnation, objects): references are about to be sent there. The response: whether they may."""
 
 UNREGISTER = f"{OWN_NAMES}unregister"
-"""(fork id): they were not sent. A notice, like the following ones."""
+"""(transfer id): they were not sent. A notice, like the following ones."""
 
 CONFIRM = f"{OWN_NAMES}confirm"
-"""((rank, fork id, object)s, (rank, fork id)s): these have arrived from a rank; of those messages no more will."""
+"""((rank, transfer id, object)s, (rank, transfer id)s): these have arrived; of those messages no more will."""
 
 RELEASE = f"{OWN_NAMES}release"
 """(objects): the caller has fewer references."""
 
 SETTLE = f"{OWN_NAMES}settle"
-"""(rank, fork ids): confirm what has arrived of a rank's messages, and accept no more of them."""
+"""(rank, transfer ids): confirm what has arrived of a rank's messages, and accept no more of them."""
 
 LOST = f"{OWN_NAMES}lost"
-"""(rank, fork id): the caller has lost a rank; what it has sent there, up to this fork id, may not arrive."""
+"""(rank, transfer id): the caller has lost a rank; what it has sent there, up to this transfer id, may not arrive."""
 
-_FORK_ID_BITS = 62
+_TRANSFER_ID_BITS = 62
 _MAX_PER_MESSAGE = 32  # which keeps messages small, whatever the limit
 
 
@@ -92,23 +92,23 @@ class RefCountClient(PeerListener):
         self.tasks = tasks
         self.table = RRefTable(manager, tasks, self)
         # One for each message with references that owners have to know of; no other agent of this rank has the same.
-        self.fork_ids = itertools.count(secrets.randbits(_FORK_ID_BITS))
+        self.transfer_ids = itertools.count(secrets.randbits(_TRANSFER_ID_BITS))
         self._owners: dict[int, set[int]] = {}  # by rank: owners of references registered for it
         self._lock = threading.Lock()
 
     def register(
-        self, owner: int, peer: int, fork_id: int, counts: Mapping[ReferenceId, int], deadline: Deadline
+        self, owner: int, peer: int, transfer_id: int, counts: Mapping[ReferenceId, int], deadline: Deadline
     ) -> Future:
         """Register references at their owner before they are sent to a rank; the result is whether they may be."""
         with self._lock:
             self._owners.setdefault(peer, set()).add(owner)
         items = [(*id_, count) for id_, count in counts.items()]
-        arguments = (fork_id, peer, self.table.incarnation(peer), items)
+        arguments = (transfer_id, peer, self.table.incarnation(peer), items)
         return self.client.call_internal(owner, Call(REGISTER, arguments, {}), deadline.remaining())
 
-    def unregister(self, owner: int, fork_id: int) -> None:
+    def unregister(self, owner: int, transfer_id: int) -> None:
         """Tell an owner that references were not sent; one that can't be told has lost this rank."""
-        self._notify(owner, UNREGISTER, lambda: (fork_id,))
+        self._notify(owner, UNREGISTER, lambda: (transfer_id,))
 
     @override
     def on_joined(self, rank: int, incarnation: int) -> None:
@@ -118,7 +118,7 @@ class RefCountClient(PeerListener):
     def on_lost(self, rank: int, error: PeerLostError) -> None:
         with self._lock:
             owners = self._owners.pop(rank, set())
-        arguments = (rank, next(self.fork_ids))
+        arguments = (rank, next(self.transfer_ids))
         for owner in owners - {rank}:
             self.tasks.submit(functools.partial(self._notify, owner, LOST, lambda: arguments))
         self.table.lost(rank)
@@ -155,9 +155,9 @@ class RefCountClient(PeerListener):
 
     def send_settle(self, user: int) -> None:
         """Ask a rank what has arrived."""
-        for sender, fork_ids in self.table.unsettled(user).items():
-            for start in range(0, len(fork_ids), _MAX_PER_MESSAGE):
-                arguments = (sender, fork_ids[start : start + _MAX_PER_MESSAGE])
+        for sender, transfer_ids in self.table.unsettled(user).items():
+            for start in range(0, len(transfer_ids), _MAX_PER_MESSAGE):
+                arguments = (sender, transfer_ids[start : start + _MAX_PER_MESSAGE])
                 self._notify(user, SETTLE, functools.partial(tuple, arguments))
 
     def _notify(self, rank: int, name: str, make_arguments: Callable[[], tuple[Any, ...] | None]) -> bool:
@@ -175,7 +175,7 @@ _Counted = tuple[int, int, int, int, Annotated[int, msgspec.Meta(gt=0)]]
 _ARGUMENTS: dict[str, Any] = {
     REGISTER: tuple[int, int, int, list[_Counted]],
     UNREGISTER: tuple[int],
-    CONFIRM: tuple[list[tuple[int, int, int, int, int, int]], list[ForkKey]],
+    CONFIRM: tuple[list[tuple[int, int, int, int, int, int]], list[TransferKey]],
     RELEASE: tuple[list[_Counted]],
     SETTLE: tuple[int, list[int]],
     LOST: tuple[int, int],
@@ -199,34 +199,34 @@ class RefCountServer:
         peer = incoming.peer.rank
         name, arguments = call.name, msgspec.convert(call.arguments, _ARGUMENTS[call.name])
         if name == REGISTER:
-            fork_id, user, incarnation, items = arguments
+            transfer_id, user, incarnation, items = arguments
             self._check_third_rank(user, peer)
             respond = functools.partial(self._server.respond, incoming)
-            self._table.register(PendingFork((peer, fork_id), user, incarnation, self._counts(items), respond))
+            self._table.register(PendingTransfer((peer, transfer_id), user, incarnation, self._counts(items), respond))
             return
         if name == UNREGISTER:
             self._table.unregister((peer, *arguments))
         elif name == CONFIRM:
             arrived, settled = arguments
-            received = [((sender, fork_id), self._parse(*id_)) for sender, fork_id, *id_ in arrived]
+            received = [((sender, transfer_id), self._parse(*id_)) for sender, transfer_id, *id_ in arrived]
             self._table.confirm(peer, received, settled)
         elif name == RELEASE:
             self._table.release(peer, self._counts(*arguments))
         elif name == SETTLE:
-            sender, fork_ids = arguments
+            sender, transfer_ids = arguments
             self._check_third_rank(sender, peer)
-            self._table.refuse(peer, sender, fork_ids)
+            self._table.refuse_transfers(peer, sender, transfer_ids)
         elif name == LOST:
-            user, fork_id = arguments
+            user, transfer_id = arguments
             self._check_third_rank(user, peer)
-            self._table.settle(peer, user, fork_id)
+            self._table.settle(peer, user, transfer_id)
         else:
             self._table.met(peer)
         self._server.respond(incoming, None)
 
     def _check_third_rank(self, rank: int, peer: int) -> None:
         if not (0 <= rank < self._world_size) or rank in (peer, self._rank):
-            raise ValueError("it says nothing of a third rank")
+            raise ValueError(f"rank {rank} is not a third rank: do all ranks run the same version of ferrodist?")
 
     def _parse(self, *plain: int) -> ReferenceId:
         return ReferenceId.parse(plain, self._world_size)
@@ -248,14 +248,14 @@ class RRefTransfer(ReferenceTransfer):
         refcounts: RefCountClient,
         peer: int,
         references: list[RRef],
-        fork_id: int,
+        transfer_id: int,
         *,
         is_loopback: bool,
     ) -> None:
         self._refcounts = refcounts
         self._is_loopback = is_loopback
         self._peer = peer
-        self._fork_id = fork_id  # used if an owner is a third rank
+        self._transfer_id = transfer_id  # used if an owner is a third rank
         self._references = references
         self._has_ended = False
         self._own: Counter[ReferenceId] = Counter()
@@ -308,7 +308,7 @@ class RRefTransfer(ReferenceTransfer):
         calls: dict[int, Future] = {}
         try:
             for owner, counts in self._by_third_owner.items():
-                calls[owner] = self._refcounts.register(owner, self._peer, self._fork_id, counts, deadline)
+                calls[owner] = self._refcounts.register(owner, self._peer, self._transfer_id, counts, deadline)
         except ValueError as too_large:  # REGISTER, for the limit of messages
             self._unregister()
             end(too_large)
@@ -362,7 +362,7 @@ class RRefTransfer(ReferenceTransfer):
 
     def _unregister(self) -> None:
         for owner in self._by_third_owner:
-            self._refcounts.unregister(owner, self._fork_id)
+            self._refcounts.unregister(owner, self._transfer_id)
 
 
 def _unsent_creation(reference: RRef) -> OneShot[BaseException | None] | None:

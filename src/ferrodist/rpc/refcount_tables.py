@@ -46,24 +46,29 @@ class ReferenceCounts:
 class _PeerState:
     """The state of another rank: its process, and its connection."""
 
-    incarnation: int = -1
+    incarnation: int = -1  # which process of the rank it is
     connection: int = 0
     is_there: bool = False
     has_met: bool = False  # whether the peer knows of this connection
 
 
-ForkKey = tuple[int, int]
-"""A message with references of third ranks: its sender, and its fork id."""
+TransferKey = tuple[int, int]
+"""A message with references of third ranks: its sender, and its transfer id."""
 
 
-class PendingFork:
+class PendingTransfer:
     """References in one message from a third rank, as their owner knows them until they have arrived."""
 
     def __init__(
-        self, key: ForkKey, user: int, incarnation: int, counts: dict[ReferenceId, int], respond: Callable[[Any], None]
+        self,
+        key: TransferKey,
+        user: int,
+        incarnation: int,
+        counts: dict[ReferenceId, int],
+        respond: Callable[[Any], None],
     ) -> None:
         self.key = key
-        self.sender, self.fork_id = key
+        self.sender, self.transfer_id = key
         self.user = user
         self.incarnation = incarnation
         self.counts = counts  # by object; those that have arrived are taken off
@@ -77,44 +82,44 @@ class PendingFork:
         return [] if respond is None else [respond]
 
 
-class PendingForks:
-    """All pending forks of an owner's objects; the caller's lock guards them."""
+class PendingTransfers:
+    """All pending transfers of an owner's objects; the caller's lock guards them."""
 
     def __init__(self) -> None:
-        self.by_key: dict[ForkKey, PendingFork] = {}
+        self.by_key: dict[TransferKey, PendingTransfer] = {}
         self.totals: dict[ReferenceId, int] = {}  # pending references, by object
 
-    def add(self, fork: PendingFork) -> None:
-        """Add a fork; raises ValueError if there is one with its id."""
-        if self.by_key.setdefault(fork.key, fork) is not fork:
-            raise ValueError(f"rank {fork.sender} has sent fork id {fork.fork_id} before")
-        for id_, count in fork.counts.items():
+    def add(self, transfer: PendingTransfer) -> None:
+        """Add a transfer; raises ValueError if there is one with its id."""
+        if self.by_key.setdefault(transfer.key, transfer) is not transfer:
+            raise ValueError(f"rank {transfer.sender} has sent transfer id {transfer.transfer_id} before")
+        for id_, count in transfer.counts.items():
             self.totals[id_] = self.totals.get(id_, 0) + count
 
-    def sent_by(self, sender: int) -> list[PendingFork]:
-        """The pending forks of a sender."""
+    def sent_by(self, sender: int) -> list[PendingTransfer]:
+        """The pending transfers of a sender."""
         return [each for each in self.by_key.values() if each.sender == sender]
 
-    def sent_to(self, user: int) -> list[PendingFork]:
-        """The pending forks for a receiver."""
+    def sent_to(self, user: int) -> list[PendingTransfer]:
+        """The pending transfers for a receiver."""
         return [each for each in self.by_key.values() if each.user == user]
 
-    def arrive(self, fork: PendingFork, id_: ReferenceId) -> None:
+    def arrive(self, transfer: PendingTransfer, id_: ReferenceId) -> None:
         """Take off a reference that has arrived."""
-        if id_ in fork.counts:
-            self._subtract(fork.counts, id_, 1)
+        if id_ in transfer.counts:
+            self._subtract(transfer.counts, id_, 1)
             self._subtract(self.totals, id_, 1)
-            if not fork.counts:
-                del self.by_key[fork.key]
+            if not transfer.counts:
+                del self.by_key[transfer.key]
 
-    def drop(self, fork: PendingFork) -> Iterable[ReferenceId]:
-        """Forget what has not arrived, if the fork is pending; returns the objects."""
-        if self.by_key.get(fork.key) is not fork:
+    def drop(self, transfer: PendingTransfer) -> Iterable[ReferenceId]:
+        """Forget what has not arrived, if the transfer is pending; returns the objects."""
+        if self.by_key.get(transfer.key) is not transfer:
             return ()
-        del self.by_key[fork.key]
-        for id_, count in fork.counts.items():
+        del self.by_key[transfer.key]
+        for id_, count in transfer.counts.items():
             self._subtract(self.totals, id_, count)
-        return fork.counts
+        return transfer.counts
 
     @staticmethod
     def _subtract(counts: dict[ReferenceId, int], id_: ReferenceId, count: int) -> None:
@@ -148,12 +153,12 @@ class RRefTable:
         self._owned: dict[ReferenceId, OwnedObject] = {}
         self._used: dict[ReferenceId, UserRRef] = {}
         self._peers: defaultdict[int, _PeerState] = defaultdict(_PeerState)
-        self._forks = PendingForks()  # of objects here
+        self._transfers = PendingTransfers()  # of objects here
         # To be confirmed to owners: references received, and by which connection with the owner; and messages of which
         # no more references will be accepted.
-        self._arrived: defaultdict[int, list[tuple[int, ForkKey, ReferenceId]]] = defaultdict(list)
-        self._settled: defaultdict[int, list[ForkKey]] = defaultdict(list)
-        self._refused: set[tuple[int, ForkKey]] = set()  # owners, and messages that are refused
+        self._arrived: defaultdict[int, list[tuple[int, TransferKey, ReferenceId]]] = defaultdict(list)
+        self._settled: defaultdict[int, list[TransferKey]] = defaultdict(list)
+        self._refused: set[tuple[int, TransferKey]] = set()  # owners, and messages that are refused
 
     # Objects of other ranks.
 
@@ -164,7 +169,7 @@ class RRefTable:
             used.add(self._peers[id_.owner].connection)
             return self._handle_of(used)
 
-    def receive(self, id_: ReferenceId, key: ForkKey | None = None, *, is_counted: bool = True) -> RRef:
+    def receive(self, id_: ReferenceId, key: TransferKey | None = None, *, is_counted: bool = True) -> RRef:
         """This rank's reference to an object, for one that was received, which the owner has counted unless this rank
         sent it.
 
@@ -190,15 +195,17 @@ class RRefTable:
             self._tasks.submit(functools.partial(self._sender.send_confirmations, id_.owner))
         return handle
 
-    def refuse(self, owner: int, sender: int, fork_ids: Iterable[int]) -> None:
+    def refuse_transfers(self, owner: int, sender: int, transfer_ids: Iterable[int]) -> None:
         """Accept no more references of these messages, and confirm to the owner what has arrived of them."""
         with self._lock:
-            for fork_id in fork_ids:
-                self._refused.add((owner, (sender, fork_id)))
-                self._settled[owner].append((sender, fork_id))
+            for transfer_id in transfer_ids:
+                self._refused.add((owner, (sender, transfer_id)))
+                self._settled[owner].append((sender, transfer_id))
         self._tasks.submit(functools.partial(self._sender.send_confirmations, owner))
 
-    def take_confirmations(self, owner: int, limit: int) -> tuple[list[tuple[ForkKey, ReferenceId]], list[ForkKey]]:
+    def take_confirmations(
+        self, owner: int, limit: int
+    ) -> tuple[list[tuple[TransferKey, ReferenceId]], list[TransferKey]]:
         """Take some confirmations for an owner: references that have arrived, and settled messages."""
         with self._lock:
             connection = self._peers[owner].connection
@@ -267,65 +274,71 @@ class RRefTable:
 
     # References from third ranks: see [Note: references from third ranks].
 
-    def register(self, fork: PendingFork) -> None:
+    def register(self, transfer: PendingTransfer) -> None:
         """Register references to objects here before one rank sends them to another."""
         with self._lock:
-            self._check_owned(fork.counts)
-            peer = self._peers[fork.user]
-            if fork.incarnation < peer.incarnation + (not peer.is_there):
+            self._check_owned(transfer.counts)
+            peer = self._peers[transfer.user]
+            if transfer.incarnation < peer.incarnation + (not peer.is_there):
                 may_go = False
             else:
-                self._forks.add(fork)
-                if fork.incarnation > peer.incarnation or not peer.has_met:
+                self._transfers.add(transfer)
+                if transfer.incarnation > peer.incarnation or not peer.has_met:
                     return
                 may_go = True
-            responses = fork.take_respond()
+            responses = transfer.take_respond()
         for respond in responses:
             respond(may_go)
 
-    def unregister(self, key: ForkKey) -> None:
-        """Drop the pending fork of a message that was not sent."""
+    def unregister(self, key: TransferKey) -> None:
+        """Drop the pending transfer of a message that was not sent."""
         with self._lock:
-            fork = self._forks.by_key.get(key)
-        if fork is not None:
-            self._drop([fork])
+            transfer = self._transfers.by_key.get(key)
+        if transfer is not None:
+            self._drop([transfer])
 
     def met(self, user: int) -> None:
         """Note that a rank knows of the connection with this one."""
         with self._lock:
             peer = self._peers[user]
             peer.has_met = True
-            ready = [each for each in self._forks.sent_to(user) if each.incarnation == peer.incarnation]
+            ready = [each for each in self._transfers.sent_to(user) if each.incarnation == peer.incarnation]
             responses = [respond for each in ready for respond in each.take_respond()]
         for respond in responses:
             respond(True)
 
-    def confirm(self, user: int, arrived: Iterable[tuple[ForkKey, ReferenceId]], settled: Iterable[ForkKey]) -> None:
+    def confirm(
+        self, user: int, arrived: Iterable[tuple[TransferKey, ReferenceId]], settled: Iterable[TransferKey]
+    ) -> None:
         """Count references that a rank has received; of messages that are settled no more will arrive."""
         with self._lock:
             for key, id_ in arrived:
                 if id_ in self._owned:
                     self._add(user, id_, 1)
-                    fork = self._forks.by_key.get(key)
-                    if fork is not None and fork.user == user:
-                        self._forks.arrive(fork, id_)
-            found = [self._forks.by_key.get(key) for key in settled]
+                    transfer = self._transfers.by_key.get(key)
+                    if transfer is not None and transfer.user == user:
+                        self._transfers.arrive(transfer, id_)
+            found = [self._transfers.by_key.get(key) for key in settled]
             self._drop([each for each in found if each is not None and each.must_settle and each.user == user])
 
-    def settle(self, sender: int, user: int, fork_id: int) -> None:
-        """Settle messages up to a fork id, whose sender has lost their receiver: they may not arrive."""
+    def settle(self, sender: int, user: int, transfer_id: int) -> None:
+        """Settle messages up to a transfer id, whose sender has lost their receiver: they may not arrive."""
         with self._lock:
-            found = [each for each in self._forks.sent_by(sender) if each.user == user and each.fork_id <= fork_id]
+            found = [
+                each
+                for each in self._transfers.sent_by(sender)
+                if each.user == user and each.transfer_id <= transfer_id
+            ]
         self._settle(found)
 
     def unsettled(self, user: int) -> dict[int, list[int]]:
-        """Fork ids by sender of the messages about which a rank is to be asked."""
-        fork_ids: dict[int, list[int]] = {}
+        """Transfer ids by sender of the messages about which a rank is to be asked."""
+        transfer_ids: dict[int, list[int]] = {}
         with self._lock:
-            for each in self._forks.sent_to(user):
+            for each in self._transfers.sent_to(user):
                 if each.must_settle:
-                    fork_ids.setdefault(each.sender, []).append(each.fork_id)
-        return fork_ids
+                    transfer_ids.setdefault(each.sender, []).append(each.transfer_id)
+        return transfer_ids
 
     # Ranks.
 
@@ -342,7 +355,7 @@ class RRefTable:
             peer.connection += 1
             peer.is_there, peer.has_met = True, False
             self._refused = {each for each in self._refused if each[1][0] != rank}
-            outdated = [each for each in self._forks.sent_to(rank) if each.incarnation < incarnation]
+            outdated = [each for each in self._transfers.sent_to(rank) if each.incarnation < incarnation]
         self._drop(outdated)
 
     def lost(self, rank: int) -> None:
@@ -353,8 +366,8 @@ class RRefTable:
             for owned in list(self._owned.values()):
                 if owned.counts.pop(rank, None) is not None:
                     self._free_unused(owned)
-            ended = [each for each in self._forks.sent_to(rank) if each.incarnation <= peer.incarnation]
-            unsettled = self._forks.sent_by(rank)
+            ended = [each for each in self._transfers.sent_to(rank) if each.incarnation <= peer.incarnation]
+            unsettled = self._transfers.sent_by(rank)
         self._drop(ended)
         self._settle(unsettled)
 
@@ -362,14 +375,14 @@ class RRefTable:
         """Forget everything."""
         with self._lock:
             owned, self._owned, self._used = list(self._owned.values()), {}, {}
-            self._forks = PendingForks()
+            self._transfers = PendingTransfers()
         for each in owned:
             each.drop()
 
     def snapshot(self) -> ReferenceCounts:
         """The number of objects."""
         with self._lock:
-            for_others = sum(bool(owned.counts) or id_ in self._forks.totals for id_, owned in self._owned.items())
+            for_others = sum(bool(owned.counts) or id_ in self._transfers.totals for id_, owned in self._owned.items())
             return ReferenceCounts(
                 for_others=for_others, for_itself=len(self._owned) - for_others, elsewhere=len(self._used)
             )
@@ -382,24 +395,24 @@ class RRefTable:
         users = self._owned[id_].counts
         users[user] = users.get(user, 0) + count
 
-    def _settle(self, forks: Iterable[PendingFork]) -> None:
+    def _settle(self, transfers: Iterable[PendingTransfer]) -> None:
         """Find out what has arrived of messages; those that were not answered yet were not sent."""
         with self._lock:
-            unsent = [each for each in forks if each.respond is not None]
-            sent = [each for each in forks if each.respond is None]
+            unsent = [each for each in transfers if each.respond is not None]
+            sent = [each for each in transfers if each.respond is None]
             for each in sent:
                 each.must_settle = True
         self._drop(unsent)
         for user in {each.user for each in sent}:
             self._tasks.submit(functools.partial(self._sender.send_settle, user))
 
-    def _drop(self, forks: Iterable[PendingFork]) -> None:
+    def _drop(self, transfers: Iterable[PendingTransfer]) -> None:
         """Forget references that will not arrive; messages that wait for an answer may not be sent."""
         with self._lock:
-            for each in forks:
-                for id_ in self._forks.drop(each):
+            for each in transfers:
+                for id_ in self._transfers.drop(each):
                     self._free_unused(self._owned[id_])
-            responses = [respond for each in forks for respond in each.take_respond()]
+            responses = [respond for each in transfers for respond in each.take_respond()]
         for respond in responses:
             respond(False)
 
@@ -424,7 +437,7 @@ class RRefTable:
         self._sender.send_release(record)
 
     def _free_unused(self, owned: OwnedObject) -> None:
-        is_used = owned.counts or owned.id in self._forks.totals or owned.handle() is not None
+        is_used = owned.counts or owned.id in self._transfers.totals or owned.handle() is not None
         if not is_used and self._owned.get(owned.id) is owned:
             del self._owned[owned.id]
             self._tasks.submit(owned.drop)  # the end of an object must not hold up the thread that receives messages

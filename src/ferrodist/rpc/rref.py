@@ -15,7 +15,7 @@ FETCH = f"{OWN_NAMES}to_here"
 """(object): the internal call that returns a copy."""
 
 METHOD = f"{OWN_NAMES}RRef."
-"""Followed by a method's name. (id, object, arguments, keywords): call it; with an id, the result is an object."""
+"""Followed by a method's name. (id, object, arguments, keywords): call it; with an id, the owner keeps the result."""
 
 
 class ReferenceId(NamedTuple):
@@ -23,7 +23,7 @@ class ReferenceId(NamedTuple):
 
     owner: int
     creator: int  # the rank that had it made
-    incarnation: int  # a random number of that rank's agent
+    agent_token: int  # a random number of that rank's agent
     number: int
 
     @classmethod
@@ -33,7 +33,14 @@ class ReferenceId(NamedTuple):
             found = cls(*plain)
             if 0 <= found.owner < world_size and 0 <= found.creator < world_size:
                 return found
-        raise ValueError("what should name a remote object does not")
+        raise invalid_id_error(plain)
+
+
+def invalid_id_error(plain: Any) -> ValueError:
+    """The error for data that should be the id of a remote object."""
+    return ValueError(
+        f"{plain!r:.100} is not the id of a remote object: do all ranks run the same version of ferrodist?"
+    )
 
 
 FREED = "the object was freed: its owner knows of no reference to it"
@@ -79,8 +86,8 @@ class RRefOperations(Protocol):
     def call(self, owner: int, name: str, arguments: tuple[Any, ...], timeout: float | None) -> Future:
         """Make an internal call."""
 
-    def create(self, owner: int, name: str, rest: tuple[Any, ...], timeout: float | None) -> RRef:
-        """Make an internal call whose result stays at the owner; `rest` are its arguments after the object's id."""
+    def create(self, owner: int, name: str, arguments_after_id: tuple[Any, ...], timeout: float | None) -> RRef:
+        """Make an internal call whose result stays at the owner; its first argument is the object's id."""
 
 
 class RRef:

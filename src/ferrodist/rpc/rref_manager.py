@@ -28,8 +28,8 @@ from ferrodist.rpc.messages import (
     unpack_result,
 )
 from ferrodist.rpc.refcount_protocol import RefCountClient, RefCountServer, RRefTransfer
-from ferrodist.rpc.rref import FETCH, METHOD, OwnedObject, ReferenceId, RRef, owned_object
-from ferrodist.rpc.server import RpcServer, refusal
+from ferrodist.rpc.rref import FETCH, METHOD, OwnedObject, ReferenceId, RRef, invalid_id_error, owned_object
+from ferrodist.rpc.server import NOT_INTERNAL, RpcServer, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -42,7 +42,7 @@ CREATE = f"{OWN_NAMES}create"
 """(id, function, arguments, keywords): the internal call that has a function make an object."""
 
 _TOKEN_BITS = 63
-_LENGTH_WITH_FORK_ID = len(ReferenceId._fields) + 1
+_LENGTH_WITH_TRANSFER_ID = len(ReferenceId._fields) + 1
 
 
 class RRefManager(ValueCodec):
@@ -66,7 +66,7 @@ class RRefManager(ValueCodec):
         self.refcounts = RefCountClient(self, self.tasks)
         self._table = self.refcounts.table
         self._client: RpcClient
-        self._incarnation = secrets.randbits(_TOKEN_BITS)
+        self._agent_token = secrets.randbits(_TOKEN_BITS)
         self._numbers = itertools.count()
         self._packing = threading.local()
         self._is_closed = False
@@ -82,22 +82,22 @@ class RRefManager(ValueCodec):
         self, peer: int, write: Callable[[Any, Sequence[LeafCodec]], Content], value: Any
     ) -> tuple[Content, RRefTransfer | None]:
         packing = self._packing
-        packing.references = packing.fork_id = None
+        packing.references = packing.transfer_id = None
         try:
-            content = write(value, self.extensions[peer])
+            content = write(value, self.leaf_codecs[peer])
             if packing.references is None:
                 return content, None
-            fork_id = packing.fork_id or 0
+            transfer_id = packing.transfer_id or 0
             is_loopback = peer == self.rank
-            return content, RRefTransfer(self.refcounts, peer, packing.references, fork_id, is_loopback=is_loopback)
+            return content, RRefTransfer(self.refcounts, peer, packing.references, transfer_id, is_loopback=is_loopback)
         finally:
             packing.references = None
 
-    def create(self, owner: int, name: str, rest: tuple[Any, ...], timeout: float | None) -> RRef:
-        """Have an owner make an object by an internal call; `rest` are its arguments after the object's id."""
+    def create(self, owner: int, name: str, arguments_after_id: tuple[Any, ...], timeout: float | None) -> RRef:
+        """Have an owner make an object by an internal call; its first argument is the object's id."""
         id_ = self._next_id(owner)
         handle = self._table.add(id_)[1] if owner == self.rank else None
-        creation = self.call(owner, name, (tuple(id_), *rest), timeout)
+        creation = self.call(owner, name, (tuple(id_), *arguments_after_id), timeout)
         return self._table.create(id_, creation) if handle is None else handle
 
     def own(self, value: Any) -> RRef:
@@ -128,7 +128,7 @@ class RRefManager(ValueCodec):
         seconds = self._timeout if timeout is None else check_timeout(timeout)
         return self._client.call_async(owner, Call(name, arguments, {}), seconds)
 
-    def refuse(self) -> None:
+    def stop(self) -> None:
         """Make nothing more, and let no thread wait for objects that are being made."""
         self._is_closed = True
         self._table.clear()
@@ -140,7 +140,7 @@ class RRefManager(ValueCodec):
 
     def _next_id(self, owner: int) -> ReferenceId:
         self._check_open()
-        return ReferenceId(owner, self.rank, self._incarnation, next(self._numbers))
+        return ReferenceId(owner, self.rank, self._agent_token, next(self._numbers))
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -160,17 +160,17 @@ class RRefManager(ValueCodec):
         id_ = value._record.id
         if not self._is_third_owner(id_, peer):
             return tuple(id_)
-        if packing.fork_id is None:
-            packing.fork_id = next(self.refcounts.fork_ids)
-        return (*id_, packing.fork_id)
+        if packing.transfer_id is None:
+            packing.transfer_id = next(self.refcounts.transfer_ids)
+        return (*id_, packing.transfer_id)
 
     def _unpack_reference(self, peer: int, plain: Any) -> RRef:
-        if isinstance(plain, tuple) and len(plain) == _LENGTH_WITH_FORK_ID and type(plain[-1]) is int:
+        if isinstance(plain, tuple) and len(plain) == _LENGTH_WITH_TRANSFER_ID and type(plain[-1]) is int:
             id_, key = ReferenceId.parse(plain[:-1], self.world_size), (peer, plain[-1])
         else:
             id_, key = ReferenceId.parse(plain, self.world_size), None
         if self._is_third_owner(id_, peer) == (key is None):
-            raise ValueError("what should name a remote object does not")
+            raise invalid_id_error(plain)
         if id_.owner == self.rank:
             return self._table.own_reference(id_)
         return self._table.receive(id_, key, is_counted=peer != self.rank)
@@ -212,7 +212,7 @@ class RRefService:
                 method = Call(name, arguments, keywords)
                 owned.value.add_callback(lambda value: self._call_method(incoming, value, method))
             case _:
-                raise ValueError("it is no call of these agents")
+                raise ValueError(NOT_INTERNAL)
 
     def _new_object(self, peer: int, plain: Any) -> OwnedObject:
         id_ = ReferenceId.parse(plain, self._manager.world_size)
@@ -229,7 +229,7 @@ class RRefService:
             if peer == self._manager.rank and not isinstance(value, Failure):  # a copy, without a network too
                 content, _ = self._manager.pack(peer, pack_result, value)
                 content = content.copy() if isinstance(content, PackedValue) else content
-                value = unpack_result(content, peer, self._manager.extensions[peer])
+                value = unpack_result(content, peer, self._manager.leaf_codecs[peer])
             self._server.respond(incoming, value)
         except Exception as error:  # noqa: BLE001 - it may change meanwhile; the caller is to know
             failure = Failure(FailureKind.UNENCODABLE, type(error).__name__, describe_error(error), "")

@@ -70,6 +70,8 @@ class FunctionRegistry:
 serving_agent: contextvars.ContextVar[Any] = contextvars.ContextVar("ferrodist-rpc-agent")
 """The agent whose call a thread, or a coroutine, serves."""
 
+NOT_INTERNAL = "it is not an internal call of agents: do all ranks run the same version of ferrodist?"
+
 _MAX_INTERNAL_CALLS = 100  # internal calls beside those in a window: one for each response with references
 
 _MAX_FAILURE_CHARACTERS, _MAX_TYPE_NAME_CHARACTERS = 300, 40
@@ -160,7 +162,7 @@ class RpcServer(MessageHandler):
         return True
 
     def _unpack(self, peer: Peer, content: Content) -> Call:
-        return unpack_call(content, peer.rank, self._codec.extensions[peer.rank])
+        return unpack_call(content, peer.rank, self._codec.leaf_codecs[peer.rank])
 
     def _discard(self, peer: Peer, content: Content) -> None:
         """Drop a call: references in it have been counted for this rank, and are given back."""
@@ -170,7 +172,10 @@ class RpcServer(MessageHandler):
     # Internal calls.
 
     def _serve_internal(self, incoming: IncomingCall) -> None:
-        """Handle an internal call. Responses are sent once the lock is released: to send may be to receive."""
+        """Handle an internal call, and send the responses once the lock is released.
+
+        A send may run receive callbacks of the same peer in this thread, which then holds the lock already.
+        """
         peer = incoming.peer
         with peer.internal_lock:
             if peer.is_lost:
@@ -195,7 +200,7 @@ class RpcServer(MessageHandler):
         name = call.name
         handler = self._internal.get(name) or self._internal.get(name[: name.find(".", len(OWN_NAMES)) + 1])
         if handler is None:
-            self.respond(incoming, refusal("it is no call of these agents"))
+            self.respond(incoming, refusal(NOT_INTERNAL))
             return
         try:
             handler(incoming, call)
@@ -207,7 +212,13 @@ class RpcServer(MessageHandler):
     def submit(
         self, incoming: IncomingCall, call: Call | None = None, function: Callable[..., Any] | None = None
     ) -> None:
-        """Have a worker serve a call: the packed one, or another, by the registered function, or another."""
+        """Have a worker serve a call.
+
+        Args:
+            incoming: The call, packed.
+            call: The call to serve in place of the packed one.
+            function: The function to call in place of the registered one.
+        """
         incoming.call, incoming.function = call, function
         incoming.is_submitted = True
         self.serving.add(incoming)

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from ferrodist.rpc.peer import IncomingCall
     from ferrodist.rpc.server import RpcServer
 
-READY = "ferrodist.drain.come"
+DRAIN_READY = "ferrodist.drain.come"
 """(token): a rank drains, as the process of this token."""
 
-STATUS = "ferrodist.drain.look"
+DRAIN_STATUS = "ferrodist.drain.look"
 """(): the `_Status` of a rank."""
 
-RELEASE = "ferrodist.drain.leave"
+DRAIN_RELEASE = "ferrodist.drain.leave"
 """(token): no call is under way anywhere; for the process of this token."""
 
 _COORDINATOR = 0
@@ -68,7 +68,7 @@ class GracefulShutdown(PeerListener):
         self._token = secrets.randbits(_TOKEN_BITS)
         self._is_released = False
         self._is_closed = False
-        for name in (READY, STATUS, RELEASE):
+        for name in (DRAIN_READY, DRAIN_STATUS, DRAIN_RELEASE):
             server.register_internal(name, self._serve)
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class GracefulShutdown(PeerListener):
         if self._take_release():  # of a drain that this rank has given up before
             return
         num_lost_before = self._num_coordinators_lost  # it may be there again before this thread looks
-        self._client.call_internal(_COORDINATOR, Call(READY, (self._token,), {}), deadline.remaining()).result()
+        self._client.call_internal(_COORDINATOR, Call(DRAIN_READY, (self._token,), {}), deadline.remaining()).result()
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_released or self._is_closed or self._num_coordinators_lost != num_lost_before,
@@ -95,7 +95,10 @@ class GracefulShutdown(PeerListener):
                 return
             self._check_open()
             if self._num_coordinators_lost != num_lost_before:
-                raise PeerLostError(f"rank {_COORDINATOR} is gone, which sees to the end of all", ranks=(_COORDINATOR,))
+                raise PeerLostError(
+                    f"rank {_COORDINATOR}, which coordinates draining, is gone; calls may go on: close the agent",
+                    ranks=(_COORDINATOR,),
+                )
         raise DistributedTimeoutError(
             f"rank {_COORDINATOR} did not say within {deadline.timeout:g} s that nothing is under way: some rank has"
             " not come to its end, or has calls without a result; its own error says which",
@@ -107,11 +110,13 @@ class GracefulShutdown(PeerListener):
         rank = incoming.peer.rank
         with self._changed:
             match call.name, call.arguments:
-                case str(name), _ if name == STATUS:
+                case str(name), _ if name == DRAIN_STATUS:
                     response = list(self._status())
-                case str(name), (int(token),) if name == READY:
+                case str(name), (int(token),) if name == DRAIN_READY:
                     self._ready[rank] = token
-                case str(name), (int(token),) if name == RELEASE and rank == _COORDINATOR and token == self._token:
+                case str(name), (int(token),) if (
+                    name == DRAIN_RELEASE and rank == _COORDINATOR and token == self._token
+                ):
                     self._is_released = True
             self._changed.notify_all()
         self._server.respond(incoming, response)
@@ -167,7 +172,7 @@ class GracefulShutdown(PeerListener):
         while True:
             ready = self._await_all(deadline)  # a rank may have joined since the last round
             own = self._status()
-            answers, silent = self._ask({rank: Call(STATUS, (), {}) for rank in ready}, deadline)
+            answers, silent = self._ask({rank: Call(DRAIN_STATUS, (), {}) for rank in ready}, deadline)
             statuses = {_COORDINATOR: own, **{rank: _Status(*answer) for rank, answer in answers.items()}}
             is_quiet = not silent and all(made == ended and not served for made, ended, served in statuses.values())
             if is_quiet and statuses == before:
@@ -184,7 +189,7 @@ class GracefulShutdown(PeerListener):
                 pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     def _release_all(self, tokens: Mapping[int, int], deadline: Deadline) -> None:
-        _, silent = self._ask({rank: Call(RELEASE, (token,), {}) for rank, token in tokens.items()}, deadline)
+        _, silent = self._ask({rank: Call(DRAIN_RELEASE, (token,), {}) for rank, token in tokens.items()}, deadline)
         if silent:
             raise DistributedTimeoutError(
                 f"nothing is under way, but {ranks_text(silent)} did not say within {deadline.timeout:g} s that this"

@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 _LEFT = PeerExit(what="has left: its agent was closed")
 
 
-class PairHello(msgspec.Struct, frozen=True, array_like=True):
+class PairRequest(msgspec.Struct, frozen=True, array_like=True):
     """The request of the higher of two ranks that connects: which process it is, and which it looks for."""
 
     name: str
-    sought: int
+    sought_incarnation: int
     token: str
-    own: int
+    own_incarnation: int
     attempt: int
 
     @classmethod
-    def from_text(cls, text: str) -> PairHello:
+    def from_text(cls, text: str) -> PairRequest:
         """Decode the name of a group; raises ProtocolError for another text."""
         try:
             return _DECODER.decode(text)
@@ -55,7 +55,7 @@ class PairHello(msgspec.Struct, frozen=True, array_like=True):
             raise ProtocolError(f"{text[:100]!r} names no two agents: {error}") from None
 
 
-_DECODER = msgspec.json.Decoder(PairHello)
+_DECODER = msgspec.json.Decoder(PairRequest)
 
 
 class PairGroup(TcpBackend):
@@ -154,7 +154,8 @@ class TcpRpcBackend(RpcBackend):
             membership = enter_job(
                 address, rank=rank, world_size=world_size, timeout=patience, secret=secret, job=job, listener=listener
             )
-        check_hello(_hello(membership, PairHello(name, 1 << 63, "0" * 16, 1 << 63, 1 << 63)))
+        # The longest hello with this name must fit: fail here, not at the first connection.
+        check_hello(_hello(membership, PairRequest(name, 1 << 63, "0" * 16, 1 << 63, 1 << 63)))
         super().__init__(membership.rank, membership.world_size, seconds)
         self.name = name
         self._membership = membership
@@ -260,12 +261,16 @@ class TcpRpcBackend(RpcBackend):
                 f" {counted(hello.world_size, 'rank')}, but this is"
                 f" an agent of job {membership.job!r} with {membership.world_size}"
             )
-        request = PairHello.from_text(hello.group)
+        request = PairRequest.from_text(hello.group)
         if not self.rank < hello.rank < self.world_size:
             raise InvalidRankError(f"{who} does not connect to rank {self.rank}", ranks=(hello.rank,))
-        if (request.name, request.sought, request.token) != (self.name, self._own.incarnation, self._own.token):
+        if (request.name, request.sought_incarnation, request.token) != (
+            self.name,
+            self._own.incarnation,
+            self._own.token,
+        ):
             raise RendezvousError(f"{who} looks for another process than the one that is rank {self.rank} here")
-        version = request.own, request.attempt
+        version = request.own_incarnation, request.attempt
         with self._changed:
             if self._closed or version <= self._admitted.get(hello.rank, (0, 0)):
                 raise RendezvousError(f"a newer process is {who}, or this one is about to leave", ranks=(hello.rank,))
@@ -273,9 +278,9 @@ class TcpRpcBackend(RpcBackend):
 
     def _welcome(self, sock: Connection, hello: Hello) -> None:
         assert self._peers is not None
-        request = PairHello.from_text(hello.group)
+        request = PairRequest.from_text(hello.group)
         pair = PairGroup(sock, self.rank, hello.rank, name=self.name, timeout=self.timeout)
-        self._peers.joined(hello.rank, pair, (request.own, request.attempt))
+        self._peers.joined(hello.rank, pair, (request.own_incarnation, request.attempt))
 
     # Lower ranks, which this one connects to.
 
@@ -361,14 +366,14 @@ class TcpRpcBackend(RpcBackend):
         attempt = self._attempts[peer] = self._attempts.get(peer, 0) + 1
         host, port = parse_address(record.address)
         membership = self._membership
-        request = PairHello(self.name, record.incarnation, record.token, self._own.incarnation, attempt)
+        request = PairRequest(self.name, record.incarnation, record.token, self._own.incarnation, attempt)
         hello = _hello(membership, request, record.address)
         deadline = Deadline(_CONNECT_SECONDS)
         sock = connect(host, port, secret=membership.secret, hello=hello, deadline=deadline, retry_refused=False)
         return attempt, PairGroup(sock, self.rank, peer, name=self.name, timeout=self.timeout)
 
 
-def _hello(membership: Membership, request: PairHello, address: str = "") -> Hello:
+def _hello(membership: Membership, request: PairRequest, address: str = "") -> Hello:
     return Hello(
         purpose=_PURPOSE,
         job=membership.job,

@@ -101,7 +101,8 @@ class GroupRpcBackend(RpcBackend):
         if not self._is_open:
             return ""
         return (
-            f"rank {peer} of group {self._group.name!r} was there, and whom a group has lost does not come back to it"
+            f"group {self._group.name!r} has lost rank {peer}, and a rank can't join a group again: make a new group,"
+            " or use a TcpRpcBackend, which takes ranks that are started again"
         )
 
     @override

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from ferrodist.errors import GroupClosedError, InvalidRankError, PeerLostError
-from ferrodist.rpc.messages import HELLO, Call
+from ferrodist.rpc.messages import ANNOUNCE_NAME, Call
 from ferrodist.rpc.peer_manager import PeerListener, PeerManager
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class WorkerNames(PeerListener):
         self._lost: dict[str, int] = {}  # the last rank that had a name
         self._is_closed = False
         self.add(peers.rank, own_name)
-        server.register_internal(HELLO, self._on_hello)
+        server.register_internal(ANNOUNCE_NAME, self._on_hello)
 
     def close(self) -> None:
         """Let no thread wait for a name any more."""

@@ -1,4 +1,4 @@
-"""Views whose shards are copies: none is read when it is out of date, none is written if the write would be lost.
+"""Views whose local shard is a copy: writes to them, and to the viewed tensors, are propagated or refused.
 
 [Note: views]
 A view of a distributed tensor has a shard that is a view of the tensor's shard, so that a write to one is seen in the
@@ -78,7 +78,7 @@ class ViewCopy:
         if source is None:
             return
         source.copy_(self.copy.reshape(source.shape))
-        _refresh(storage_identity(source), but=self)
+        _refresh(storage_identity(source), except_copy=self)
         if self.parent is not None:
             self.parent.write_back()
 
@@ -97,8 +97,8 @@ class ViewCopy:
         _refresh(storage_identity(self.copy))
 
 
-def track(view: Any, view_copy: ViewCopy) -> None:
-    """Keep a view's shard and its source in sync, as long as the view lives."""
+def register_view(view: Any, view_copy: ViewCopy) -> None:
+    """Register a view, so that writes to it and to its source are propagated as long as the view lives."""
     view._view_copy = view_copy
     is_new = not view_copy.views
     view_copy.views = [*[one for one in view_copy.views if one() is not None], weakref.ref(view)]
@@ -123,7 +123,7 @@ def rebind(tensor: Any, source: Any) -> Any:
         torch.ops.aten.set_.source_Tensor(tensor, source)  # the wrapper's own shape and strides
     tensor._local, tensor._spec, tensor._view_copy = source._local, source._spec, None
     if source._view_copy is not None:
-        track(tensor, source._view_copy)
+        register_view(tensor, source._view_copy)
     return tensor
 
 
@@ -135,11 +135,11 @@ def after_write(tensor: Any) -> None:
         _refresh(storage_identity(tensor._local))
 
 
-def _refresh(storage: int, but: ViewCopy | None = None) -> None:
-    """Bring a write to a storage to its copies."""
+def _refresh(storage: int, except_copy: ViewCopy | None = None) -> None:
+    """Bring a write to a storage to its copies, without ``except_copy``."""
     for one in VIEW_COPIES.get(storage, ()):
         view_copy = one()
-        if view_copy is not None and view_copy is not but:
+        if view_copy is not None and view_copy is not except_copy:
             view_copy.refresh()
 
 

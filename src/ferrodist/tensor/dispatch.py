@@ -3,6 +3,9 @@
 What is cached is a `CachedDispatch`. Its key is the operator, the specs of the distributed tensors, and the other
 arguments; of floats only that they are there, unless the rule depends on their values. `DTensor` looks up the cache
 itself and runs the common kinds inline, which takes less time than a call would.
+
+The parameter ``dtensor_type`` is always `DTensor`: this module can't import it, as its module imports this one. That
+holds for `fallback` and `plain_tensors` too.
 """
 
 from __future__ import annotations
@@ -16,7 +19,12 @@ import torch
 
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.copied_views import VIEW_COPIES, ViewKind, actual_kind, after_write, check_writable
-from ferrodist.tensor.fallback import compute_data_dependent, copy_to_itself, find_substitute, is_copy_to_itself
+from ferrodist.tensor.fallback import (
+    compute_data_dependent,
+    find_substitute,
+    ignore_copy_of_own_view,
+    is_copy_of_own_view,
+)
 from ferrodist.tensor.op_strategy import OpCall, bind_arguments, find_all, map_tensors, select_strategy, split_arguments
 from ferrodist.tensor.ops.table import RULES
 from ferrodist.tensor.plain_tensors import REFUSE_SCALARS, find_plain, plain_caller, record_scalars
@@ -73,18 +81,21 @@ class CachedDispatch:
     """Whether the shards of a VIEW may be copies: views by the operator itself never are."""
 
 
-def cache_key(value: Any, cls: Any) -> Any:
+def cache_key(value: Any, dtensor_type: Any) -> Any:
     """The contribution of an argument to the key of a cached call."""
     kind = type(value)
     if kind is int or value is None:
         return value
     if kind is float or kind is bool:
         return kind if kind is float else (kind, value)  # True, 1 and 1.0 are equal
-    if kind is cls:
+    if kind is dtensor_type:
         return value._spec
     if kind is list or kind is tuple:
         return tuple(
-            [one._spec if type(one) is cls else one if type(one) is int else cache_key(one, cls) for one in value]
+            [
+                one._spec if type(one) is dtensor_type else one if type(one) is int else cache_key(one, dtensor_type)
+                for one in value
+            ]
         )
     if isinstance(value, torch.Tensor):
         return (kind, value.dim(), value.dtype)  # of a scalar too: it may decide the dtype of the result
@@ -92,7 +103,7 @@ def cache_key(value: Any, cls: Any) -> Any:
 
 
 def dispatch(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any, key: list[Any]
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], dtensor_type: Any, key: list[Any]
 ) -> Any:
     """Compute a call that `DTensor` does not run inline.
 
@@ -100,15 +111,15 @@ def dispatch(
     rule fits. ValueError: the tensors are not all on one mesh, or some are distributed and others are not.
     """
     _check_writable(func, args, kwargs)
-    record_scalars(func, args, kwargs, cls)
-    cache = _find_cache(args, kwargs, cls)
+    record_scalars(func, args, kwargs, dtensor_type)
+    cache = _find_cache(args, kwargs, dtensor_type)
     cached = cache.get(tuple(key))
     if cached is None:
         if len(cache) >= _MAX_CACHED:
             cache.clear()
         rule = RULES.get(func)
         is_by_value = rule is not None and rule.depends_on_values
-        cached = _KEYED_BY_VALUE if is_by_value else _prepare(func, args, kwargs, cls)
+        cached = _KEYED_BY_VALUE if is_by_value else _prepare(func, args, kwargs, dtensor_type)
         if isinstance(cached, CachedDispatch) and _depends_on_default_dtype(cached, [*args, *kwargs.values()]):
             cached = _KEYED_BY_VALUE
         cache[tuple(key)] = cached
@@ -116,25 +127,30 @@ def dispatch(
         exact = (*key, _KEYED_BY_VALUE, torch.get_default_dtype(), *find_all(float, [*args, *kwargs.values()]))
         cached = cache.get(exact)
         if cached is None:
-            cached = cache[exact] = _prepare(func, args, kwargs, cls)
+            cached = cache[exact] = _prepare(func, args, kwargs, dtensor_type)
     if not isinstance(cached, CachedDispatch):
         return cached(*args, **kwargs)
-    return _run(cached, func, args, kwargs, cls)
+    return _run(cached, func, args, kwargs, dtensor_type)
 
 
 def dispatch_foreach(
-    cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any
+    cached: CachedDispatch,
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dtensor_type: Any,
 ) -> None:
     """Compute a call of `DispatchKind.LISTS`."""
     for index, _ in cached.positions:
-        if True in [type(one) is cls and one._view_copy is not None for one in args[index]]:
+        if True in [type(one) is dtensor_type and one._view_copy is not None for one in args[index]]:
             _check_writable(func, args, kwargs)
     local = [
-        [one._local if type(one) is cls else one for one in value] if type(value) is list else value for value in args
+        [one._local if type(one) is dtensor_type else one for one in value] if type(value) is list else value
+        for value in args
     ]
     cached.local(*local, **kwargs)
     if VIEW_COPIES:
-        map_tensors(after_write, [args[index] for index, _ in cached.positions], cls)
+        map_tensors(after_write, [args[index] for index, _ in cached.positions], dtensor_type)
 
 
 def _depends_on_default_dtype(cached: CachedDispatch, arguments: Sequence[Any]) -> bool:
@@ -146,17 +162,21 @@ def _depends_on_default_dtype(cached: CachedDispatch, arguments: Sequence[Any]) 
     return gives_floats and not has_floats and not any(isinstance(value, torch.dtype) for value in arguments)
 
 
-def _find_cache(args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any) -> dict[Any, Any]:
+def _find_cache(args: Sequence[Any], kwargs: Mapping[str, Any], dtensor_type: Any) -> dict[Any, Any]:
     """The dispatch cache of the group whose tensors are among the arguments."""
     for value in args:
         first = value[0] if isinstance(value, list | tuple) and value else value
-        if isinstance(first, cls):
+        if isinstance(first, dtensor_type):
             return first._spec.dispatch_cache  # type: ignore[no-any-return]
-    return find_all(cls, [*args, *kwargs.values()])[0]._spec.dispatch_cache  # type: ignore[no-any-return]
+    return find_all(dtensor_type, [*args, *kwargs.values()])[0]._spec.dispatch_cache  # type: ignore[no-any-return]
 
 
 def _run(
-    cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any
+    cached: CachedDispatch,
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dtensor_type: Any,
 ) -> Any:
     specs = iter(cached.specs)
 
@@ -164,12 +184,12 @@ def _run(
         return redistribute_local(tensor._local, tensor._spec, next(specs))
 
     given = bind_arguments(func, args, kwargs)
-    arguments = {name: map_tensors(localize, value, cls) for name, value in given.items()}
+    arguments = {name: map_tensors(localize, value, dtensor_type) for name, value in given.items()}
     arguments.update(cached.replaced)
     positional, named = split_arguments(func, arguments)
     results = cached.local(*positional, **named)
     if cached.written:
-        map_tensors(after_write, [given[name] for name in cached.written], cls)
+        map_tensors(after_write, [given[name] for name in cached.written], dtensor_type)
         return given[cached.written[0]] if schema_of(func).returns else None
     outputs = iter(cached.outputs)
     if cached.offsets is not None:
@@ -177,10 +197,10 @@ def _run(
 
         def wrap(local: torch.Tensor) -> Any:
             kind = actual_kind(cached.view_kind, local, base._local)
-            return cls._wrap_view(local, next(outputs), base, next(offsets), kind)
+            return dtensor_type._wrap_view(local, next(outputs), base, next(offsets), kind)
 
         return map_tensors(wrap, results, torch.Tensor)
-    return map_tensors(lambda local: cls._wrap(local, next(outputs)), results, torch.Tensor)
+    return map_tensors(lambda local: dtensor_type._wrap(local, next(outputs)), results, torch.Tensor)
 
 
 def _check_writable(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -199,55 +219,57 @@ def _written_arguments(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
 
 
 def _prepare(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], dtensor_type: Any
 ) -> CachedDispatch | Callable[..., Any]:
     """Find how a call is computed: by a `CachedDispatch`, or by another function of the same arguments."""
     arguments = bind_arguments(func, args, kwargs)
     rule = RULES.get(func)
     if rule is None:
-        return find_substitute(func, cls)
-    specs = {name: map_tensors(lambda one: one._spec, value, cls) for name, value in arguments.items()}
+        return find_substitute(func, dtensor_type)
+    specs = {name: map_tensors(lambda one: one._spec, value, dtensor_type) for name, value in arguments.items()}
     mesh = _common_mesh(func, specs)
-    if (other := _find_exception(func, rule, specs, mesh, cls)) is not None:
+    if (other := _find_exception(func, rule, specs, mesh, dtensor_type)) is not None:
         return other
     if str(func).startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")):
         cached = _prepare_foreach(func, specs, rule, mesh)
-        _set_lists_kind(cached, func, args, kwargs, cls)
+        _set_lists_kind(cached, func, args, kwargs, dtensor_type)
         return cached
     call = OpCall(func, specs, mesh)
     try:
         cached = _select(call, rule)
     except _NoStrategyError as error:
-        return functools.partial(_reduce_written_first, func, cls, str(error))
+        return functools.partial(_reduce_written_first, func, dtensor_type, str(error))
     if (func.is_view or func is _UNSAFE_VIEW) and not cached.written:
         cached.offsets = [int(meta.storage_offset()) for meta in call.results]
         cached.view_kind = _own_memory_kind(func, rule, call.inputs[0], cached.specs[0])
     # Plain tensors here are scalars, at which `record_scalars` looks in each call.
-    if all(isinstance(one, cls) for one in find_all(torch.Tensor, [*args, *kwargs.values()])):
-        _set_kind(cached, func, args, cls)
+    if all(isinstance(one, dtensor_type) for one in find_all(torch.Tensor, [*args, *kwargs.values()])):
+        _set_kind(cached, func, args, dtensor_type)
     return cached
 
 
 def _find_exception(
-    func: torch._ops.OpOverload, rule: OpRule, specs: Mapping[str, Any], mesh: DeviceMesh, cls: type
+    func: torch._ops.OpOverload, rule: OpRule, specs: Mapping[str, Any], mesh: DeviceMesh, dtensor_type: Any
 ) -> Callable[..., Any] | None:
     """The function that computes a call to which the operator's rule does not apply, or None."""
     if find_plain(list(specs.values()), takes_scalars=func not in REFUSE_SCALARS):
-        return plain_caller(func, cls, mesh)
+        return plain_caller(func, dtensor_type, mesh)
     if rule.is_data_dependent is not None and rule.is_data_dependent(specs):
-        return functools.partial(compute_data_dependent, func, cls)
-    return copy_to_itself if is_copy_to_itself(func, specs) else None
+        return functools.partial(compute_data_dependent, func, dtensor_type)
+    return ignore_copy_of_own_view if is_copy_of_own_view(func, specs) else None
 
 
 class _NoStrategyError(UnsupportedOpError):
     """No strategy of an operator keeps the placements of its written arguments."""
 
 
-def _reduce_written_first(func: torch._ops.OpOverload, cls: Any, refusal: str, /, *args: Any, **kwargs: Any) -> Any:
+def _reduce_written_first(
+    func: torch._ops.OpOverload, dtensor_type: Any, refusal: str, /, *args: Any, **kwargs: Any
+) -> Any:
     """Reduce the partial tensors that a gradient's formula writes to, which are the formula's own."""
     names = [name for _, name in _written_arguments(func)]
     written = [one for name, one in bind_arguments(func, args, kwargs).items() if name in names]
-    partial = [one for one in written if isinstance(one, cls) and one._spec is not one._spec.without_partial]
+    partial = [one for one in written if isinstance(one, dtensor_type) and one._spec is not one._spec.without_partial]
     if current_graph_task() == -1 or not partial:
         raise UnsupportedOpError(refusal)
     for tensor in partial:
@@ -309,11 +331,11 @@ def _select(call: OpCall, rule: OpRule) -> CachedDispatch:
     return CachedDispatch(local or plain_call(func), call.placed_inputs, call.outputs, replaced, written)
 
 
-def _set_kind(cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], cls: type) -> None:
+def _set_kind(cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], dtensor_type: Any) -> None:
     """Set the kind of a call whose inputs are not redistributed."""
-    current = [one._spec for one in find_all(cls, list(args))]
+    current = [one._spec for one in find_all(dtensor_type, list(args))]
     names = [argument.name for argument in schema_of(func).arguments]
-    direct = [value for value in args if isinstance(value, cls)]
+    direct = [value for value in args if isinstance(value, dtensor_type)]
     if len(direct) < len(cached.specs) or any(
         one is not other for one, other in zip(current, cached.specs, strict=True)
     ):
@@ -323,7 +345,7 @@ def _set_kind(cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequenc
     cached.positions = [(names.index(name), value) for name, value in cached.replaced.items()]
     returns = schema_of(func).returns
     if cached.written:
-        if cached.written == names[:1] and isinstance(args[0], cls):
+        if cached.written == names[:1] and isinstance(args[0], dtensor_type):
             cached.kind = DispatchKind.IN_PLACE
     elif len(returns) == 1 and isinstance(returns[0].type, torch.TensorType):
         cached.kind = DispatchKind.RESULT if cached.offsets is None else DispatchKind.VIEW
@@ -335,11 +357,15 @@ def _set_kind(cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequenc
 
 
 def _set_lists_kind(
-    cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
+    cached: CachedDispatch,
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dtensor_type: Any,
 ) -> None:
     if any(isinstance(value, torch.Tensor) for value in args):
         return  # `DTensor` takes calls with distributed ones for the other kinds, and scalars are looked at
-    current = [one._spec for one in find_all(cls, [*args, *kwargs.values()])]
+    current = [one._spec for one in find_all(dtensor_type, [*args, *kwargs.values()])]
     has_named_lists = any(isinstance(value, list | tuple) for value in kwargs.values())
     if not schema_of(func).returns and current == cached.specs and not has_named_lists:
         cached.kind = DispatchKind.LISTS

@@ -11,7 +11,7 @@ import torch
 from ferrodist.collectives.arguments import check_layout
 from ferrodist.collectives.reduce_op import ReduceOp, check_dtype
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.tensor.copied_views import VIEW_COPIES, ViewCopy, ViewKind, actual_kind, after_write, track
+from ferrodist.tensor.copied_views import VIEW_COPIES, ViewCopy, ViewKind, actual_kind, after_write, register_view
 from ferrodist.tensor.dispatch import CachedDispatch, DispatchKind, cache_key, dispatch, dispatch_foreach
 from ferrodist.tensor.placement import Partial, Placement, Replicate
 from ferrodist.tensor.plain_tensors import check_plain
@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
 
 # A member of an enum takes longer to look up than a global name.
-_RESULT, _IN_PLACE, _, _VIEW, _LISTS, _ANY = DispatchKind
+_RESULT = DispatchKind.RESULT
+_IN_PLACE = DispatchKind.IN_PLACE
+_VIEW = DispatchKind.VIEW
+_LISTS = DispatchKind.LISTS
+_ANY = DispatchKind.ANY
 _SHARED = ViewKind.SHARED
 
 
@@ -76,7 +80,7 @@ class DTensor(torch.Tensor):
             made = make_wrapper(DTensor, *spec.wrapper_arguments)
         made._local, made._spec = local, spec
         if (kind is not _SHARED or base._view_copy is not None) and current_graph_task() == -1:
-            track(made, base._view_copy if kind is _SHARED else ViewCopy(base, local, kind))  # type: ignore[arg-type]
+            register_view(made, base._view_copy if kind is _SHARED else ViewCopy(base, local, kind))  # type: ignore[arg-type]
         return made
 
     @staticmethod
@@ -248,7 +252,7 @@ class DTensor(torch.Tensor):
         """The tensor without its autograd history, sharing its memory; it can be set to another DTensor."""
         made = DTensor._wrap(self._local, self._spec)
         if self._view_copy is not None:
-            track(made, self._view_copy)
+            register_view(made, self._view_copy)
         return made
 
     @data.setter
@@ -261,7 +265,7 @@ class DTensor(torch.Tensor):
         base_data.__set__(self, value)
         self._local, self._spec, self._view_copy = value._local, value._spec, None
         if value._view_copy is not None:
-            track(self, value._view_copy)
+            register_view(self, value._view_copy)
 
     def __getattr__(self, name: str) -> Any:
         # Called only for attributes that are not there; `ViewCopy.refresh` deletes the shard of a stale view.
@@ -413,7 +417,9 @@ class _FromLocal(torch.autograd.Function):
         return local, None
 
 
-class _RedistributeGrad:
+class _GradPlacementHook:
+    """The hook of `keep_grad_placements`."""
+
     def __init__(self, parameter: DTensor) -> None:
         self._placements = parameter.placements
 
@@ -432,10 +438,10 @@ def keep_grad_placements(parameter: torch.Tensor) -> None:
         # Frozen parameters may be trained later, and only those that require grad take a hook.
         requires_grad = parameter.requires_grad
         parameter.requires_grad_(True)
-        parameter.register_hook(_RedistributeGrad(parameter))  # type: ignore[no-untyped-call]
+        parameter.register_hook(_GradPlacementHook(parameter))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(requires_grad)
 
 
 def is_grad_placement_hook(hook: object) -> bool:
     """Return whether a parameter's hook is one of `keep_grad_placements`."""
-    return isinstance(hook, _RedistributeGrad)
+    return isinstance(hook, _GradPlacementHook)

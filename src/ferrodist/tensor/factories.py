@@ -248,8 +248,8 @@ def arange(
 
 
 def _spec(shape: Sequence[int], mesh: DeviceMesh, placements: Placements, dtype: torch.dtype | None) -> DTensorSpec:
-    kind = torch.get_default_dtype() if dtype is None else dtype
-    return DTensorSpec.make(mesh, check_placements(mesh, placements, shape), shape, kind)
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    return DTensorSpec.make(mesh, check_placements(mesh, placements, shape), shape, dtype)
 
 
 def _leaf(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> DTensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.tensor.copied_views import ViewKind, actual_kind, after_write, rebind, track
+from ferrodist.tensor.copied_views import ViewKind, actual_kind, after_write, rebind, register_view
 from ferrodist.tensor.op_strategy import bind_arguments, find_all, map_tensors, split_arguments
 from ferrodist.tensor.ops.random import check_generators
 from ferrodist.tensor.ops.table import DECOMPOSITIONS, RULES
@@ -23,7 +23,7 @@ from ferrodist.tensor.plain_tensors import (
     replicate_plain,
     returned_arguments,
 )
-from ferrodist.tensor.redistribute import gather, redistribute_local
+from ferrodist.tensor.redistribute import full_local, redistribute_local
 from ferrodist.tensor.replica_check import describe_module
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import current_graph_task
@@ -54,15 +54,15 @@ def allow_replication() -> Iterator[None]:
         _allowed.reset(before)
 
 
-def _replicate_or_raise(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _replicate_or_raise(func: torch._ops.OpOverload, dtensor_type: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Compute an operator without a rule on full tensors if that is allowed."""
     if func is _FORWARD_MODE:
         raise UnsupportedOpError(
             "distributed tensors are not differentiated forward (torch.func.jvp, jacfwd, forward_ad): use backward(),"
             " torch.func.vjp or jacrev, or differentiate a function of full_tensor()"
         )
-    if _needs_no_consent(cls, args, kwargs):
-        return compute_replicated(func, cls, args, kwargs)
+    if _needs_no_consent(dtensor_type, args, kwargs):
+        return compute_replicated(func, dtensor_type, args, kwargs)
     if not _allowed.get():
         raise UnsupportedOpError(
             f"DTensor has no rule for {func}{describe_module()}: write it with operators that docs/dtensor-operators.md"
@@ -70,17 +70,17 @@ def _replicate_or_raise(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **
             " which gathers its inputs"
         )
     warnings.warn(f"{func} has no rule: its inputs are gathered, and every rank computes all of it", stacklevel=4)
-    return compute_replicated(func, cls, args, kwargs)
+    return compute_replicated(func, dtensor_type, args, kwargs)
 
 
-def _needs_no_consent(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _needs_no_consent(dtensor_type: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether nothing would be gathered, in a parallel module or a backward, whose operators users don't choose.
 
     So recurrent layers of float32, and other layers with torch kernels of their own, need no consent.
     """
     if ACTIVE_CHECK.get() is None and current_graph_task() == -1:
         return False
-    tensors = find_all(cls, [*args, *kwargs.values()])
+    tensors = find_all(dtensor_type, [*args, *kwargs.values()])
     return all(
         size == 1 or isinstance(one, Replicate)
         for tensor in tensors
@@ -88,18 +88,20 @@ def _needs_no_consent(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     )
 
 
-def compute_replicated(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def compute_replicated(
+    func: torch._ops.OpOverload, dtensor_type: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """Compute an operator on full tensors, on every rank; ValueError if a plain argument may differ between ranks."""
-    mesh = find_all(cls, [*args, *kwargs.values()])[0]._spec.mesh
+    mesh = find_all(dtensor_type, [*args, *kwargs.values()])[0]._spec.mesh
     given = bind_arguments(func, args, kwargs)
     written = {argument.name for argument in schema_of(func).arguments if argument.is_write}
     # Plain tensors that are only written may differ between ranks.
     read = {name: value for name, value in given.items() if name not in written or find_plain([value]) == []}
-    replicated, _ = replicate_plain(func, cls, mesh, list(read.values()), {})
+    replicated, _ = replicate_plain(func, dtensor_type, mesh, list(read.values()), {})
     arguments: dict[Any, Any] = given | dict(zip(read, replicated, strict=True))
-    full = {name: map_tensors(gather, value, cls) for name, value in arguments.items()}
+    full = {name: map_tensors(full_local, value, dtensor_type) for name, value in arguments.items()}
     for name in written:
-        is_distributed = any(isinstance(one, cls) for one in _listed(arguments[name]))
+        is_distributed = any(isinstance(one, dtensor_type) for one in _listed(arguments[name]))
         full[name] = map_tensors(torch.clone, full[name], torch.Tensor) if is_distributed else given[name]
     if torch.Tag.nondeterministic_seeded in func.tags:
         generator = next((one for one in full.values() if isinstance(one, torch.Generator)), None)
@@ -108,7 +110,7 @@ def compute_replicated(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any
     results = func(*positional, **named)
     for name in written:
         for tensor, value in zip(_listed(arguments[name]), _listed(full[name]), strict=True):
-            if isinstance(tensor, cls):
+            if isinstance(tensor, dtensor_type):
                 _write(func, tensor, value)
     if not schema_of(func).returns:
         return None
@@ -116,26 +118,26 @@ def compute_replicated(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any
     viewed = [arguments.get(aliased_argument(func, one)) for one in schema_of(func).returns]
     has_several = len(returned) > 1
     made = [
-        given[name] if name is not None else _wrap(result, cls, mesh, base)
+        given[name] if name is not None else _wrap(result, dtensor_type, mesh, base)
         for name, result, base in zip(returned, results if has_several else [results], viewed, strict=True)
     ]
     return tuple(made) if has_several else made[0]
 
 
-def compute_data_dependent(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+def compute_data_dependent(func: torch._ops.OpOverload, dtensor_type: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Compute an operator whose output shapes depend on the elements; UnsupportedOpError if an input is sharded.
 
     Those of a gradient's formula are gathered instead.
     """
     tensors = find_all(torch.Tensor, [*args, *kwargs.values()])
-    sharded = [one._spec for one in tensors if isinstance(one, cls) and _is_sharded(one._spec)]
+    sharded = [one._spec for one in tensors if isinstance(one, dtensor_type) and _is_sharded(one._spec)]
     if sharded and current_graph_task() == -1:
         name, instead = DATA_DEPENDENT.get(func, (str(func), _WITH_MASKS))
         raise UnsupportedOpError(
             f"{name} gives a tensor whose shape depends on the elements, so the ranks' shards of {sharded[0]} have no"
             f" layout: {instead}, or call it on redistribute(fd.Replicate()), which every rank has all of"
         )
-    return compute_replicated(func, cls, args, kwargs)
+    return compute_replicated(func, dtensor_type, args, kwargs)
 
 
 def _is_sharded(spec: DTensorSpec) -> bool:
@@ -177,15 +179,15 @@ def _write(func: torch._ops.OpOverload, tensor: Any, full: torch.Tensor) -> None
     after_write(tensor)
 
 
-def _wrap(result: Any, cls: Any, mesh: DeviceMesh, viewed: Any) -> Any:
+def _wrap(result: Any, dtensor_type: Any, mesh: DeviceMesh, viewed: Any) -> Any:
     """A result as replicated distributed tensors; those that are views refuse writes, which would be lost."""
 
     def wrap(one: torch.Tensor) -> Any:
         plain = one.resolve_conj().resolve_neg()
         spec = DTensorSpec.make(mesh, [Replicate()] * mesh.ndim, plain.shape, plain.dtype, plain.stride())
-        if not isinstance(viewed, cls):
-            return cls._wrap(plain, spec)
-        return cls._wrap_view(plain, spec, viewed, 0, ViewKind.MOVED)
+        if not isinstance(viewed, dtensor_type):
+            return dtensor_type._wrap(plain, spec)
+        return dtensor_type._wrap_view(plain, spec, viewed, 0, ViewKind.MOVED)
 
     return map_tensors(wrap, result, torch.Tensor)
 
@@ -194,12 +196,12 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def find_substitute(func: torch._ops.OpOverload, cls: type) -> Callable[..., Any]:
+def find_substitute(func: torch._ops.OpOverload, dtensor_type: Any) -> Callable[..., Any]:
     """A function that computes an operator without a rule by others, on full tensors, or raises."""
     if func in DECOMPOSITIONS:
         return DECOMPOSITIONS[func]
     if func in DATA_DEPENDENT:
-        return partial(compute_data_dependent, func, cls)
+        return partial(compute_data_dependent, func, dtensor_type)
     if can_decompose(func):
         decomposed: Callable[..., Any] = func.decompose
         return decomposed
@@ -208,13 +210,14 @@ def find_substitute(func: torch._ops.OpOverload, cls: type) -> Callable[..., Any
     outs = [argument.name for argument in schema_of(func).arguments if argument.is_out]
     if (functional := _without_out(func, outs)) is not None:
         return partial(_compute_into, functional, outs)
-    return partial(_replicate_or_raise, func, cls)
+    return partial(_replicate_or_raise, func, dtensor_type)
 
 
-def is_copy_to_itself(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> bool:
-    """Return whether a tensor is copied to one of another shape, with which a product with ``out`` ends.
+def is_copy_of_own_view(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a call copies a tensor's own view to the tensor, as `torch.matmul` with ``out`` does at its end.
 
-    It computes into a view of ``out``, and copies that if the wrappers share no memory, which they never do.
+    It computes into a view of ``out`` of another shape, and copies that to ``out`` if the two share no memory, which
+    wrappers never do.
     """
     if func is not torch.ops.aten.copy_.default:
         return False
@@ -223,8 +226,8 @@ def is_copy_to_itself(func: torch._ops.OpOverload, arguments: Mapping[str, Any])
     return len(source) > len(shape) or any(other not in (size, 1) for size, other in pairs)
 
 
-def copy_to_itself(tensor: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa: FBT001, FBT002 - as torch has it
-    """Return the tensor, of which the source is a view that has been written."""
+def ignore_copy_of_own_view(tensor: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa: FBT001, FBT002 - as torch has it
+    """Return the tensor: the source, a view of it, has been written; RuntimeError if it is no view of the tensor."""
     del non_blocking
     shards = [tensor._local, source._local if source._view_copy is None else source._view_copy.source]
     if source.numel() == tensor.numel() and actual_kind(ViewKind.COPIED, *shards) is ViewKind.SHARED:
@@ -255,13 +258,13 @@ def _without_out(func: torch._ops.OpOverload, outs: Sequence[str]) -> Any:
 
 
 def _view_in_place(func: torch._ops.OpOverload, functional: Callable[..., Any], /, tensor: Any, *args: Any) -> Any:
-    """Give a tensor another shape, as ``squeeze_`` does, with which products with vectors end."""
+    """Compute an in-place view operator by its functional form; `torch.matmul` of vectors ends with ``squeeze_``."""
     view = functional(tensor, *args)
     with no_torch_dispatch():
         func(tensor, *args)  # the wrapper's own shape and strides
     tensor._local, tensor._spec = view._local, view._spec
     if view._view_copy is not None:
-        track(tensor, view._view_copy)
+        register_view(tensor, view._view_copy)
     return tensor
 
 

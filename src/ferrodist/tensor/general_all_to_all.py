@@ -85,7 +85,7 @@ def _intersect(one: _Box, other: _Box) -> _Box:
     return [(max(a, c), max(min(b, d), a, c)) for (a, b), (c, d) in zip(one, other, strict=True)]
 
 
-def exchange(local: torch.Tensor, before: DTensorSpec, after: DTensorSpec, group: Backend) -> torch.Tensor:
+def general_all_to_all(local: torch.Tensor, before: DTensorSpec, after: DTensorSpec, group: Backend) -> torch.Tensor:
     """Bring this rank's shard to another spec by a general all-to-all of the ranks along `GeneralAllToAll.axes`."""
     own = before.coordinate
     pattern = GeneralAllToAll(before.shape, before.placements, after.placements, before.mesh.shape)

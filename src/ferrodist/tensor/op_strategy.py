@@ -185,7 +185,8 @@ def select_strategy(call: OpCall, rule: OpRule, written: Sequence[int]) -> bool:
         best, least = None, math.inf
         for strategy in rule.strategies(call, axis):
             first = strategy.outputs[0]
-            if any(not call.inputs[at].placements[axis] == strategy.inputs[at] == first for at in written):
+            targets = [(call.inputs[index].placements[axis], strategy.inputs[index]) for index in written]
+            if any(current != first or target != first for current, target in targets):
                 continue
             cost = _cost(call.inputs, strategy.inputs, axis)
             if cost < least and _is_valid(call, strategy, axis, writes=bool(written)):
@@ -262,7 +263,10 @@ def _input_cost(spec: DTensorSpec, target: Placement, axis: int, sharded: set[tu
 
 
 def rule_table(*rows: tuple[OpRule, str]) -> dict[torch._ops.OpOverload, OpRule]:
-    """Map operators to rules; each row has a rule and the names of its operators, as `overloads` takes them."""
+    """Map operators to rules; each row has a rule and the names of its operators, as `overloads` takes them.
+
+    Of several rows with an operator the last one counts.
+    """
     return {overload: rule for rule, names in rows for overload in overloads(names)}
 
 

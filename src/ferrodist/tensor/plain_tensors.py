@@ -8,8 +8,15 @@ tensors are refused, except for:
 - inside of a parallel module, and in its gradients, the tensors that the module's code makes: they count as replicated,
   and the ranks compare them (`ReplicaCheck`);
 - the zeros and ones that formulas of gradients make, recognised by their elements;
-- tensors that torch's own functions make, such as the mask of causal attention or the index of a list: only torch holds
-  the tensor, or torch's Python code calls the operator. The ranks compare these at once.
+- tensors that torch's own functions make, such as the mask of causal attention or the index of a list. The ranks
+  compare these at once.
+
+[Note: tensors of torch's own functions]
+Two heuristics recognise them. First, only torch holds the tensor, by the number of references to it (`_ARGUMENT_REFS`,
+`_LIST_ELEMENT_REFS`, `_BASE_REFS`). So nothing between torch and `replicate_plain` may hold an argument any longer:
+`DTensor.__torch_dispatch__` clears its loop variable before it calls `dispatch`. Second, torch's Python code calls the
+operator, by the names of the files on the call stack. To find the counts for another version of torch or Python, print
+``sys.getrefcount(args[at])`` in `replicate_plain` for an operator whose plain argument no variable holds.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ import torch
 from ferrodist.tensor.op_strategy import bind_arguments, find_all, map_tensors, split_arguments
 from ferrodist.tensor.ops import indexing, matmul
 from ferrodist.tensor.placement import Replicate
-from ferrodist.tensor.redistribute import gather
+from ferrodist.tensor.redistribute import full_local
 from ferrodist.tensor.replica_check import ReplicaCheck, check_replicated, describe_module
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import base_of, current_graph_task
@@ -67,14 +74,14 @@ def _is_distributed(value: Any) -> bool:
     return hasattr(value, "_spec") or isinstance(value, DTensorSpec)
 
 
-def plain_caller(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh) -> Callable[..., Any]:
+def plain_caller(func: torch._ops.OpOverload, dtensor_type: Any, mesh: DeviceMesh) -> Callable[..., Any]:
     """A function that calls an operator with plain tensors beside distributed ones, or raises."""
     is_foreach = str(func).startswith("aten._foreach_")
-    return functools.partial(_call_foreach if is_foreach else _call, func, cls, mesh)
+    return functools.partial(_call_foreach if is_foreach else _call, func, dtensor_type, mesh)
 
 
-def _call(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *args: Any, **kwargs: Any) -> Any:
-    replicated, named = replicate_plain(func, cls, mesh, args, kwargs)
+def _call(func: torch._ops.OpOverload, dtensor_type: Any, mesh: DeviceMesh, /, *args: Any, **kwargs: Any) -> Any:
+    replicated, named = replicate_plain(func, dtensor_type, mesh, args, kwargs)
     result = func(*replicated, **named)
     arguments = bind_arguments(func, args, kwargs)
     returned = [arguments[name] for name in returned_arguments(func) if name is not None]
@@ -99,7 +106,7 @@ def aliased_argument(func: torch._ops.OpOverload, result: Any) -> str | None:
 
 
 def replicate_plain(
-    func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, args: Sequence[Any], kwargs: Mapping[str, Any]
+    func: torch._ops.OpOverload, dtensor_type: Any, mesh: DeviceMesh, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Replace plain tensors by replicated distributed ones, which share their memory; errors as of `check_plain`."""
     # References are counted before anything here holds the tensors.
@@ -108,11 +115,11 @@ def replicate_plain(
         if isinstance(value, list):
             unheld = [at for at in range(len(value)) if sys.getrefcount(value[at]) <= _LIST_ELEMENT_REFS]
             temporaries |= {id(value[at]) for at in unheld}
-    only_scalars = _writes_scalars(func, cls, args, kwargs)
+    only_scalars = _writes_scalars(func, dtensor_type, args, kwargs)
     overwritten = set(map(id, _find_overwritten(func, args, kwargs)))
 
     def wrap(tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, cls):
+        if isinstance(tensor, dtensor_type):
             return tensor
         if not only_scalars and tensor.numel() and tensor.dim():
             check_plain(
@@ -120,7 +127,7 @@ def replicate_plain(
             )
         plain = tensor.resolve_conj().resolve_neg()
         placements = [Replicate()] * mesh.ndim
-        return cls._wrap(plain, DTensorSpec.make(mesh, placements, plain.shape, plain.dtype, plain.stride()))
+        return dtensor_type._wrap(plain, DTensorSpec.make(mesh, placements, plain.shape, plain.dtype, plain.stride()))
 
     takes_scalars = func not in REFUSE_SCALARS
 
@@ -143,14 +150,16 @@ _LIST_ELEMENT_REFS = 3
 _BASE_REFS = 3  # references to the base of a view that nobody else holds: the view, a name, and the counting
 
 
-def _writes_scalars(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _writes_scalars(
+    func: torch._ops.OpOverload, dtensor_type: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
     """Return whether plain tensors are written, given scalars that all ranks have, as when gradients are clipped."""
     arguments = bind_arguments(func, args, kwargs)
     written = [argument.name for argument in schema_of(func).arguments if argument.is_write]
     others = [value for name, value in arguments.items() if name not in written]
     return (
         bool(written)
-        and not any(isinstance(arguments[name], cls) for name in written)
+        and not any(isinstance(arguments[name], dtensor_type) for name in written)
         and not any(isinstance(value, list | tuple) and find_plain([value]) for value in others)
         and not any(isinstance(value, torch.Tensor) and value.dim() for value in others)
     )
@@ -209,14 +218,16 @@ def _find_check(mesh: DeviceMesh, *, is_backward: bool) -> ReplicaCheck | None:
     return check
 
 
-def record_scalars(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any) -> None:
+def record_scalars(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], dtensor_type: Any
+) -> None:
     """Let the ranks compare the plain scalars that a parallel module's code uses with distributed tensors."""
     is_backward = current_graph_task() != -1
     if ACTIVE_CHECK.get() is None and not is_backward:
         return
     tensors = find_all(torch.Tensor, [*args, *kwargs.values()])
     scalars = [one for one in tensors if not one.dim() and is_plain(one)]
-    distributed = next((one for one in tensors if isinstance(one, cls)), None)
+    distributed = next((one for one in tensors if isinstance(one, dtensor_type)), None)
     if not scalars or distributed is None:
         return
     mesh = distributed._spec.mesh
@@ -266,21 +277,25 @@ def _is_called_by_torch() -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_FUNCTION_FILES)
 
 
-def _call_foreach(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *args: Any, **kwargs: Any) -> Any:
+def _call_foreach(
+    func: torch._ops.OpOverload, dtensor_type: Any, mesh: DeviceMesh, /, *args: Any, **kwargs: Any
+) -> Any:
     """Compute separately the elements of lists whose tensors are all plain: each rank its own."""
     arguments = bind_arguments(func, args, kwargs)
     lists = {name: value for name, value in arguments.items() if isinstance(value, list | tuple) and value}
     others = {name: value for name, value in arguments.items() if name not in lists}
     count = max(map(len, lists.values()))
-    are_plain = [not any(isinstance(value[index], cls) for value in lists.values()) for index in range(count)]
+    are_plain = [not any(isinstance(value[index], dtensor_type) for value in lists.values()) for index in range(count)]
     if not any(are_plain):
-        return _call(func, cls, mesh, *args, **kwargs)
+        return _call(func, dtensor_type, mesh, *args, **kwargs)
     results: list[Any] = [None] * count
     for plain in (True, False):
         indices = [index for index in range(count) if are_plain[index] is plain]
         if not indices:
             continue
-        chosen = {name: map_tensors(gather, value, cls) if plain else value for name, value in others.items()}
+        chosen = {
+            name: map_tensors(full_local, value, dtensor_type) if plain else value for name, value in others.items()
+        }
         chosen |= {name: [value[index] for index in indices] for name, value in lists.items()}
         positional, named = split_arguments(func, chosen)
         computed = func(*positional, **named)

@@ -14,7 +14,7 @@ from ferrodist.collectives.all_to_all import all_to_all_single_uneven
 from ferrodist.collectives.arguments import compute_shard_sizes
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.general_all_to_all import exchange
+from ferrodist.tensor.general_all_to_all import general_all_to_all
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.tensor.redistribute_plan import RedistributeKind, RedistributeStep, innermost_blocks, make_plan
 from ferrodist.tensor.spec import DTensorSpec, shard_of, split_blocks
@@ -58,7 +58,7 @@ def _record(step: RedistributeStep) -> None:
         record.append(step)
 
 
-def record_move(local: torch.Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> None:
+def record_step(local: torch.Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> None:
     """Record a redistribution that an operator's local function does itself.
 
     The placements are those along each axis of the mesh; ``before`` is partial, or an even sharding.
@@ -86,8 +86,8 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
     return local
 
 
-def gather(tensor: Any) -> torch.Tensor:
-    """The full plain tensor of a distributed one, on every rank of its mesh."""
+def full_local(tensor: Any) -> torch.Tensor:
+    """The full plain tensor of a distributed one, on every rank of its mesh; `DTensor.full_tensor` without autograd."""
     return redistribute_local(tensor._local, tensor._spec, tensor._spec.replicated)
 
 
@@ -193,5 +193,5 @@ _STEP_FUNCTIONS: dict[RedistributeKind, Callable[[torch.Tensor, RedistributeStep
     RedistributeKind.ALLREDUCE: lambda local, step: allreduce(local, _op(step), group=step.group),
     RedistributeKind.REDUCE_SCATTER: _reduce_scatter,
     RedistributeKind.ALL_TO_ALL: _all_to_all,
-    RedistributeKind.EXCHANGE: lambda local, step: exchange(local, step.before, step.after, step.group),
+    RedistributeKind.EXCHANGE: lambda local, step: general_all_to_all(local, step.before, step.after, step.group),
 }

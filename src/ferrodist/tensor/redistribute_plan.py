@@ -6,7 +6,7 @@ plan is a shortest path over the placements that steps reach, by bytes, then by 
 Of V bytes that n ranks share (a rank's bytes without the axis's sharding), each rank sends and receives on average:
 all_gather, reduce_scatter V(n-1)/n; allreduce 2V(n-1)/n; all_to_all V(n-1)/n^2; slicing and making partial nothing.
 Where such steps would send the same bytes twice, as when a dim that two axes shard is gathered along the first of them,
-an exchange between all ranks sends what each one lacks.
+a general all-to-all sends each rank what it lacks; as a step it is named "exchange".
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     Placements = tuple[Placement, ...]
 
-_STEPS_OF_EXCHANGE = 4
-"""The number of steps that an exchange counts as: of plans with equal bytes the one of simpler collectives is taken."""
+_GENERAL_ALL_TO_ALL_STEPS = 4
+"""The number of steps that a general all-to-all counts as: of plans with equal bytes, simpler collectives win."""
 
-_MAX_EXCHANGE_RANKS = 64
-"""The most ranks for which an exchange is considered: computing its bytes takes time quadratic in the ranks."""
+_MAX_GENERAL_ALL_TO_ALL_RANKS = 64
+"""The most ranks for which a general all-to-all is considered: computing its bytes is quadratic in the ranks."""
 
 
 class RedistributeKind(Enum):
@@ -156,7 +156,7 @@ class _Search:
             if (size_bytes, num_steps) > best[current]:
                 continue
             for edge in self._edges_from(current):
-                steps = _STEPS_OF_EXCHANGE if edge.move is RedistributeKind.EXCHANGE else 1
+                steps = _GENERAL_ALL_TO_ALL_STEPS if edge.move is RedistributeKind.EXCHANGE else 1
                 cost = (round(size_bytes + edge.size_bytes, 3), num_steps + steps)
                 if edge.after not in best or cost < best[edge.after]:
                     best[edge.after] = cost
@@ -167,11 +167,11 @@ class _Search:
     def _edges_from(self, current: Placements) -> Iterator[_Edge]:
         for axis, placement in enumerate(current):
             for target in self._candidates[axis]:
-                move = None if target == placement else self._axis_move(current, axis, target)
+                move = None if target == placement else self._axis_kind(current, axis, target)
                 if move is not None:
                     yield self._edge(move, (axis,), current, {axis: target})
         yield from self._joint_edges(current)
-        yield from self._exchange_edges(current)
+        yield from self._general_all_to_all_edges(current)
 
     def _joint_edges(self, current: Placements) -> Iterator[_Edge]:
         """Steps over several axes at once, if one collective over all of them does it."""
@@ -188,10 +188,10 @@ class _Search:
             elif first.blocks == 1 and sharding_axes(current, (first.dim,)) == axes:
                 yield self._edge(RedistributeKind.ALL_GATHER, axes, current, dict.fromkeys(axes, Replicate()))
 
-    def _exchange_edges(self, current: Placements) -> Iterator[_Edge]:
-        """The exchange to the target's sharding, once nothing is partial any more.
+    def _general_all_to_all_edges(self, current: Placements) -> Iterator[_Edge]:
+        """The general all-to-all to the target's sharding, once nothing is partial any more.
 
-        Other steps before it are of no use: what they gather the exchange would bring, and it may lack what they slice.
+        Other steps before it are of no use: what they gather it would bring, and it may lack what they slice.
         """
         after = tuple(Replicate() if isinstance(one, Partial) else one for one in self._target)
         if current == after or any(isinstance(one, Partial) for one in current):
@@ -201,7 +201,7 @@ class _Search:
         if any(isinstance(one, Shard) and one.blocks > 1 for one in (*current, *after)):
             return
         pattern = GeneralAllToAll(self._shape, current, after, self._mesh_shape)
-        if math.prod(self._mesh_shape[axis] for axis in pattern.axes) <= _MAX_EXCHANGE_RANKS:
+        if math.prod(self._mesh_shape[axis] for axis in pattern.axes) <= _MAX_GENERAL_ALL_TO_ALL_RANKS:
             size_bytes = pattern.count_sent() * self._bytes / max(math.prod(self._shape), 1)
             yield _Edge(RedistributeKind.EXCHANGE, pattern.axes, current, after, size_bytes)
 
@@ -218,7 +218,7 @@ class _Search:
         other = {RedistributeKind.ALLREDUCE: 2 * share, RedistributeKind.ALL_TO_ALL: share / num_ranks}
         return _Edge(move, axes, current, after, other.get(move, share))
 
-    def _axis_move(self, current: Placements, axis: int, target: Placement) -> RedistributeKind | None:
+    def _axis_kind(self, current: Placements, axis: int, target: Placement) -> RedistributeKind | None:
         """The step that brings one axis to a placement, or None if it takes several steps or is never of use."""
         placement = current[axis]
         others = (*current[:axis], Replicate(), *current[axis + 1 :])

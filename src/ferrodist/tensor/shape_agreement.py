@@ -41,14 +41,14 @@ def agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[P
     header = _SHARD.pack(DTYPES.index(local.dtype), local.dim(), *padded, digest)
     payload = header + text[: MAX_PAYLOAD - len(header)]
     payloads = share_bytes(group, "from_local", payload, group.timeout)
-    facts = unpack_payloads(_SHARD, payloads, group, "from_local")
-    shapes = [tuple(sizes[:num_dims]) for _, num_dims, *sizes, _ in facts]
-    for index, (dtype, num_dims, *_, kind) in enumerate(facts):
-        if (dtype, num_dims, kind) != (*facts[0][:2], facts[0][-1]):
+    descriptions = unpack_payloads(_SHARD, payloads, group, "from_local")
+    shapes = [tuple(sizes[:num_dims]) for _, num_dims, *sizes, _ in descriptions]
+    for index, (dtype, num_dims, *_, placements_digest) in enumerate(descriptions):
+        if (dtype, num_dims, placements_digest) != (*descriptions[0][:2], descriptions[0][-1]):
             raise CollectiveMismatchError(
                 "the ranks' shards don't make a tensor: "
                 + " and ".join(
-                    f"rank {mesh.ranks[at]} has torch.{dtype_text(facts[at][0])} of shape {shapes[at]},"
+                    f"rank {mesh.ranks[at]} has torch.{dtype_text(descriptions[at][0])} of shape {shapes[at]},"
                     f" placed as {payloads[at][_SHARD.size :].decode(errors='replace')}"
                     for at in (0, index)
                 ),

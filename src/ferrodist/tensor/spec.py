@@ -58,7 +58,11 @@ class DTensorSpec:
     wrapper_arguments: tuple[Any, ...]
     """The arguments that make a wrapper of this shape, strides and dtype, without memory."""
     plans: dict[DTensorSpec, Any]  # the plans to other specs, as `redistribute_plan.make_plan` found them
-    dispatch_cache: dict[Any, Any]  # the calls that `dispatch` prepared for tensors of the mesh's group
+    dispatch_cache: dict[Any, Any]
+    """The calls that `dispatch` prepared for tensors of the mesh's group.
+
+    The key of a call is a tuple that begins with the id of its operator. `ops.embedding` has records here too.
+    """
 
     @staticmethod
     def make(
@@ -106,6 +110,11 @@ class DTensorSpec:
         if not any(isinstance(one, Partial) for one in self.placements):
             return self
         return self.with_placements([Replicate() if isinstance(one, Partial) else one for one in self.placements])
+
+    def forget_calls(self, operator: torch._ops.OpOverload) -> None:
+        """Remove the calls of an operator from `dispatch_cache`."""
+        for key in [key for key in self.dispatch_cache if key[0] == id(operator)]:
+            del self.dispatch_cache[key]
 
     def mesh_along(self, axes: Sequence[int]) -> DeviceMesh:
         """The sub-mesh of the ranks that differ from this one along some axes only."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ferrodist.testing.leaks import check_leaks as check_leaks
     from ferrodist.testing.ranks import run_ranks as run_ranks
 
-_HOME_OF = {
+_MODULE_OF = {
     "BACKEND_CHECKS": "conformance.backend.suite",
     "RANKS_BACKENDS": "backend_names",
     "STORE_CHECKS": "conformance.store",
@@ -36,16 +36,16 @@ _HOME_OF = {
     "run_ranks": "ranks",
 }
 
-__all__ = [*_HOME_OF]  # noqa: PLE0604 - names that __getattr__ resolves
+__all__ = [*_MODULE_OF]  # noqa: PLE0604 - names that __getattr__ resolves
 
 
 if not TYPE_CHECKING:  # type checkers reject missing names
 
     def __getattr__(name: str) -> Any:
-        home = _HOME_OF.get(name)
-        if home is None:
+        module = _MODULE_OF.get(name)
+        if module is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+        value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
         return value
 
 

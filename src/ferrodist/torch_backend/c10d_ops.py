@@ -52,8 +52,8 @@ _OPERATORS = {
 # Not every torch has all of them.
 _METHODS = {method: name for method, name in _OPERATORS.items() if hasattr(torch.ops.c10d, name)}
 
-_GATHERING = {"all_gather_single", "all_gather_single_coalesced", "allgather", "alltoall"}
-"""Methods whose operators have all that is needed: two arguments with tensors."""
+_CALLABLE_AS_OPERATORS = {"all_gather_single", "all_gather_single_coalesced", "allgather", "alltoall"}
+"""Methods whose operators have all the arguments that the method needs: two with tensors."""
 
 _KEYS = ("CPU", "CUDA")
 _local = threading.local()  # `run`, for the kernel of the operator that is called, and `is_in_operator`
@@ -98,7 +98,7 @@ def _kernel(method: str, operator: str, key: str) -> Callable[..., Any]:
         run, _local.run = getattr(_local, "run", None), None
         if run is not None:
             run()
-        elif method in _GATHERING:
+        elif method in _CALLABLE_AS_OPERATORS:
             getattr(group, method)(*arguments[:2]).wait()
         else:
             raise UnsupportedOpError(

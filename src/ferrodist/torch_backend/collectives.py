@@ -60,7 +60,7 @@ def _call(
     return CheckedCall(op=op, results=results, run=run)
 
 
-class SplitSizeCheck:
+class ArgumentComparison:
     """A comparison, before a call, of arguments that engines don't compare.
 
     ``text`` has this rank's arguments, which must be equal on all ranks; ``what`` names them in the error. ``count``
@@ -193,13 +193,15 @@ def all_gather(group: Backend, outputs: Sequence[torch.Tensor], tensor: torch.Te
             f"this rank's output has {counted(target.counts[group.rank], 'element')}, its input {tensor.numel()}: each"
             " rank's output must be as large as its input"
         )
-    return _compared(group, "all_gather", target.counts, _gather_into(target, [list(outputs)], tensor, target.counts))
+    return _with_size_comparison(
+        group, "all_gather", target.counts, _gather_into(target, [list(outputs)], tensor, target.counts)
+    )
 
 
 def all_gather_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor) -> CheckedCall:
     """Gather into one tensor."""
     _check_whole(group, output, tensor)
-    target = Target(output, beside=None if _is_own_part(group, output, tensor) else tensor)
+    target = Target(output, input_tensor=None if _is_own_part(group, output, tensor) else tensor)
     return _gather_into(target, [output], tensor, [tensor.numel()] * group.world_size)
 
 
@@ -217,7 +219,10 @@ def gather(
     target, results = None, []
     if isinstance(outputs, torch.Tensor):
         _check_whole(group, outputs, tensor)
-        target, results = Target(outputs, beside=None if _is_own_part(group, outputs, tensor) else tensor), [outputs]
+        target, results = (
+            Target(outputs, input_tensor=None if _is_own_part(group, outputs, tensor) else tensor),
+            [outputs],
+        )
     elif outputs is not None:
         _check_list(group, outputs, tensor, "outputs")
         target, results = Target(*outputs), list(outputs)
@@ -233,17 +238,17 @@ def scatter(
 ) -> CheckedCall:
     """Scatter one tensor of the root's, or one for each rank, all of one size; ``inputs`` is None elsewhere."""
     _check(tensor)
-    source = beside = None
+    source = input_tensor = None
     if isinstance(inputs, torch.Tensor):
         _check_whole(group, inputs, tensor, ("input", "output"))
-        source, beside = Source(inputs), None if _is_own_part(group, inputs, tensor) else inputs
+        source, input_tensor = Source(inputs), None if _is_own_part(group, inputs, tensor) else inputs
     elif inputs is not None:
         _check_list(group, inputs, tensor, "inputs")
         source = Source(*inputs)
         _check_even(source.counts, tensor)
     counts = [tensor.numel() * elements_per_item(tensor)] * group.world_size
     op = _op(CollectiveKind.SCATTER, tensor, counts=counts, root=root)
-    return _call(op, [tensor], source=source, target=Target(tensor, beside=beside))
+    return _call(op, [tensor], source=source, target=Target(tensor, input_tensor=input_tensor))
 
 
 def reduce_scatter(group: Backend, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op) -> list[CheckedCall]:
@@ -256,13 +261,13 @@ def reduce_scatter(group: Backend, output: torch.Tensor, inputs: Sequence[torch.
             " rank's output must be as large as the inputs for it"
         )
     call = _reduce_parts(Target(output), output, source, source.counts, op)
-    return _compared(group, "reduce_scatter", source.counts, call)
+    return _with_size_comparison(group, "reduce_scatter", source.counts, call)
 
 
 def reduce_scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor, op: Op) -> CheckedCall:
     """Fold one tensor over the ranks, and scatter it."""
     _check_whole(group, tensor, output, ("input", "output"))
-    target = Target(output, beside=None if _is_own_part(group, tensor, output) else tensor)
+    target = Target(output, input_tensor=None if _is_own_part(group, tensor, output) else tensor)
     return _reduce_parts(target, output, Source(tensor), [output.numel()] * group.world_size, op)
 
 
@@ -287,7 +292,7 @@ def all_to_all_single(
         raise ValueError("all_to_all_single divides tensors along their first dim, which one of no dims lacks")
     send_counts = _split(group, tensor, input_splits, "input")
     receive_counts = _split(group, output, output_splits, "output")
-    return _exchange(Target(output, beside=tensor), [output], Source(tensor), tensor, send_counts, receive_counts)
+    return _exchange(Target(output, input_tensor=tensor), [output], Source(tensor), tensor, send_counts, receive_counts)
 
 
 def _split(group: Backend, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
@@ -331,11 +336,11 @@ def _exchange(  # noqa: PLR0917 - both sides' tensors and counts
     return _call(op, results, source=source, target=target)
 
 
-def _compared(group: Backend, name: str, counts: Sequence[int], call: CheckedCall) -> list[CheckedCall]:
+def _with_size_comparison(group: Backend, name: str, counts: Sequence[int], call: CheckedCall) -> list[CheckedCall]:
     """The call, after a comparison of uneven sizes; of even ones the engine compares the sum, which is enough."""
     if len(set(counts)) == 1:
         return [call]
-    comparison = SplitSizeCheck(group, name, "sizes of the lists", str(list(counts)))
+    comparison = ArgumentComparison(group, name, "sizes of the lists", str(list(counts)))
     return [comparison.call, comparison.guard(call)]
 
 

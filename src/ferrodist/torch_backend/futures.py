@@ -107,7 +107,7 @@ _all_threads: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 
 def _end_threads() -> None:
-    """Groups are closed by now, so no job waits in them any more."""
+    """End the threads of all pools at exit. Groups are closed by now, so no job waits in them any more."""
     deadline = Deadline(_EXIT_SECONDS)
     for threads in snapshot_weak(lambda: _all_threads):
         threads.close()

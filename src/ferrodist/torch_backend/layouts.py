@@ -47,13 +47,13 @@ class Source:
 class Target:
     """The output of a collective: one tensor or more of one dtype, concatenated; ``counts`` are their elements.
 
-    If ``beside``, the input, shares memory with the tensors, they are written after it has been read. Raises ValueError
-    for a tensor whose elements share memory.
+    If ``input_tensor`` shares memory with the tensors, they are written after it has been read. Raises ValueError for a
+    tensor whose elements share memory.
     """
 
     __slots__ = ("_flat", "_is_direct", "_tensors", "counts")
 
-    def __init__(self, *tensors: torch.Tensor, beside: torch.Tensor | None = None) -> None:
+    def __init__(self, *tensors: torch.Tensor, input_tensor: torch.Tensor | None = None) -> None:
         for tensor in tensors:
             if not tensor.is_contiguous() and elements_overlap(tensor):
                 raise ValueError(
@@ -68,7 +68,7 @@ class Target:
             and first.is_contiguous()
             and not first.is_conj()
             and not first.is_neg()
-            and (beside is None or not shares_memory(first, beside))
+            and (input_tensor is None or not shares_memory(first, input_tensor))
         )
         self._flat: torch.Tensor | None = first.view(-1) if self._is_direct else None
 

@@ -80,7 +80,8 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         super().__init__(group.rank, group.world_size)  # type: ignore[call-arg] # with a store it is for C++ alone
         self.group = group
         self._store = store
-        self._names = (group.name, "undefined")
+        self._torch_name = group.name
+        self._description = "undefined"
         self._threads = ThreadPool(f"ferrodist-futures-{group.name}")
         self._done = DoneWork([], self._threads)
         self._levels = CallbackLevels(group, self._threads)
@@ -103,19 +104,19 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     def getGroupName(self) -> str:  # noqa: N802
         """The group's name in torch."""
-        return self._names[0]
+        return self._torch_name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         """Set the group's name."""
-        self._names = (name, self._names[1])
+        self._torch_name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
         """The user's description of the group."""
-        return self._names[1]
+        return self._description
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         """Set the description."""
-        self._names = (self._names[0], description)
+        self._description = description
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -184,7 +185,8 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         abort_on_unhandled_exception(self.group)
         self.shutdown()
 
-    # Collectives. Those that programs call most try the compiled fast path first.
+    # Collectives. Those that programs call most try the compiled fast path first, if they have the default timeout:
+    # torch's unset timeout is -1 ms, whose days are negative.
 
     @accept_options(dist.AllreduceOptions, 1, "op", in_lists=True)
     def allreduce(self, tensors: Tensors, opts: Any) -> FerrodistWork:

@@ -12,7 +12,7 @@ from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.cuda_streams import record_use_on_streams
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.torch_backend.collectives import CheckedCall, SplitSizeCheck
+from ferrodist.torch_backend.collectives import ArgumentComparison, CheckedCall
 from ferrodist.torch_backend.layouts import row_size
 from ferrodist.torch_private.tensors import parts_of_sparse
 
@@ -28,13 +28,13 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Check
     """Sum the ranks' COO tensors in rank order, in place; returns the calls, to run one after the other."""
     if tensor.layout is not torch.sparse_coo or op is not ReduceOp.SUM:
         raise UnsupportedOpError(
-            f"of sparse tensors there are sums, in layout sparse_coo, not {op} of {tensor.layout}: pass a dense tensor"
+            f"sparse tensors can only be summed, in layout sparse_coo; for {op} of {tensor.layout} pass a dense tensor"
         )
     own = tensor.data.coalesce()
     indices, values = own.indices().t().contiguous(), own.values().contiguous()
     found: list[torch.Tensor] = []
     described = f"{own.sparse_dim()} sparse dims of {list(own.shape)}, {own.dtype}"
-    comparison = SplitSizeCheck(group, "allreduce", "sparse tensors", described, count=indices.shape[0])
+    comparison = ArgumentComparison(group, "allreduce", "sparse tensors", described, count=indices.shape[0])
 
     @contextlib.contextmanager
     def like_tensor() -> Iterator[None]:

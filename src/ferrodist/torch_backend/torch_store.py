@@ -140,6 +140,7 @@ class TorchStore(Store):
         return bool(self._call(lambda store: store.check([key])))
 
     def _timeout_of(self, timeout: float | None) -> float:
+        """The seconds of a timeout, which is checked. All but `wait` only check it: torch's stores have one timeout."""
         return self._timeout if timeout is None else check_timeout(timeout)
 
     def _call(self, function: Callable[[C10dStore], _T]) -> _T:

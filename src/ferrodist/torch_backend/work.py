@@ -75,8 +75,8 @@ class FerrodistWork(dist.Work):
         """Wait until the operation has ended, and raise its error."""
         raise NotImplementedError
 
-    def when_ended(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, which may wait, in one of the group's threads when the operation has ended or will."""
+    def run_in_thread(self, callback: Callable[[], None]) -> None:
+        """Run ``callback``, which waits for the end itself, in one of the group's threads, or now if it has ended."""
         raise NotImplementedError
 
     # Called by torch.
@@ -96,7 +96,7 @@ class FerrodistWork(dist.Work):
             if self.is_completed():  # then the future is done at once, which torch's reducer relies on
                 future.settle(self.result)
             else:
-                self.when_ended(lambda: future.settle(self.result))
+                self.run_in_thread(lambda: future.settle(self.result))
         return self._future
 
     def is_success(self) -> bool:
@@ -136,7 +136,7 @@ class DoneWork(FerrodistWork):
         pass
 
     @override
-    def when_ended(self, callback: Callable[[], None]) -> None:
+    def run_in_thread(self, callback: Callable[[], None]) -> None:
         callback()
 
 
@@ -160,7 +160,7 @@ class CollectiveWork(FerrodistWork):
         self._pending.wait(seconds)
 
     @override
-    def when_ended(self, callback: Callable[[], None]) -> None:
+    def run_in_thread(self, callback: Callable[[], None]) -> None:
         self._callbacks.run(callback, self.threads)
 
 
@@ -184,7 +184,7 @@ class JoinedWork(FerrodistWork):
             raise errors[0]
 
     @override
-    def when_ended(self, callback: Callable[[], None]) -> None:
+    def run_in_thread(self, callback: Callable[[], None]) -> None:
         self.threads.run(callback)
 
 
@@ -292,9 +292,9 @@ class CallbackLevels:
 
 _DRAIN_SECONDS = 10.0  # how long leaving a group waits for its messages to be received
 
-_SHUTDOWN_FUNCTIONS = {"shutdown", "_leave_at_exit"}
-_CALLING = ("ferrodist.backends.", "ferrodist.collectives.", "ferrodist.torch_backend.")
-_CALLED_BACK = {
+_SHUTDOWN_FUNCTIONS = {"shutdown", "_leave_at_exit"}  # methods of `FerrodistProcessGroup`
+_CALL_MODULES = ("ferrodist.backends.", "ferrodist.collectives.", "ferrodist.torch_backend.")
+_CALLBACK_MODULES = {
     "ferrodist.torch_backend.futures",
     "ferrodist.backends.lifecycle",
 }  # which run callbacks and exit handlers
@@ -312,7 +312,7 @@ def can_drain() -> bool:
         frame = frame.f_back
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(_CALLING) and module not in _CALLED_BACK:
+        if module.startswith(_CALL_MODULES) and module not in _CALLBACK_MODULES:
             return False
         frame = frame.f_back
     return True
@@ -413,7 +413,7 @@ class MessageWork(FerrodistWork):
                 self._handoff.wait_on_stream()
 
     @override
-    def when_ended(self, callback: Callable[[], None]) -> None:
+    def run_in_thread(self, callback: Callable[[], None]) -> None:
         self.threads.run(callback)  # which waits no longer than a wait does, also for a message that never comes
 
 

@@ -57,7 +57,7 @@ def test_undecodable_results(make):
     functions = {"give": lambda: [large, {1, 2}], "echo": lambda: 1}
     agent, other = make(functions, {}, {"allow_pickle": True})
     for _ in range(2):
-        with pytest.raises(RpcError, match=r"rank 1 sent what is no value.*'pickle'"):
+        with pytest.raises(RpcError, match=r"rank 1 sent something that is not a value.*'pickle'"):
             agent.rpc_sync(1, "give", timeout=PATIENCE)
     assert agent.rpc_sync(1, "echo") == 1
     for each in (agent, other):
@@ -107,7 +107,7 @@ def test_cancelled_before_its_tensors_arrived(make, kind):
     peer.send = lambda *message: answers.append(message)
     call = Call("take", (1,), {})
     if kind is MessageKind.INTERNAL_CALL:
-        call = Call(CREATE, ((1, 0, agent._rrefs._incarnation, 99), "take", (1,), {}), {})
+        call = Call(CREATE, ((1, 0, agent._rrefs._agent_token, 99), "take", (1,), {}), {})
     content, _ = agent._rrefs.pack(1, pack_call, call)
     other._server.on_cancelled_message(peer, 99, content)
     ((answer, number, text),) = answers

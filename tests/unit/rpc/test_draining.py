@@ -11,7 +11,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError, RpcError
 from ferrodist.rpc import RpcAgent, SimulatedRpcBackend, current_agent
 from ferrodist.rpc.messages import Call
-from ferrodist.rpc.shutdown import READY, RELEASE, STATUS, GracefulShutdown
+from ferrodist.rpc.shutdown import DRAIN_READY, DRAIN_RELEASE, DRAIN_STATUS, GracefulShutdown
 from ferrodist.testing import check_leaks
 
 _PATIENCE = 60.0
@@ -65,7 +65,7 @@ class Ranks:
     def make_ready(self, *peers, token=7):
         """Have ranks drain."""
         for peer in peers:
-            self.serve(peer, Call(READY, (token,), {}))
+            self.serve(peer, Call(DRAIN_READY, (token,), {}))
 
     def called(self, name):
         """The ranks that received calls of a name."""
@@ -77,7 +77,7 @@ def answers(*rounds):
     left = {}
 
     def answer(to, call):
-        if call.name != STATUS:
+        if call.name != DRAIN_STATUS:
             return None
         mine = left.setdefault(to, list(rounds))
         found = mine.pop(0) if len(mine) > 1 else mine[0]
@@ -91,8 +91,8 @@ def test_one_round_is_not_enough():
     hub = Ranks(0, 3, answers({1: [0, 0, 0]}, {1: [1, 1, 0]}, {1: [2, 2, 0]}, {1: [2, 2, 0]}))
     hub.make_ready(1, 2)
     hub.shutdown.drain(Deadline(_PATIENCE))
-    assert hub.called(STATUS) == [1, 2] * 4
-    assert hub.called(RELEASE) == [1, 2]
+    assert hub.called(DRAIN_STATUS) == [1, 2] * 4
+    assert hub.called(DRAIN_RELEASE) == [1, 2]
 
 
 def test_two_equal_rounds_are_enough():
@@ -100,7 +100,7 @@ def test_two_equal_rounds_are_enough():
     hub = Ranks(0, 2, answers([3, 3, 0]))
     hub.make_ready(1)
     hub.shutdown.drain(Deadline(_PATIENCE))
-    assert hub.called(STATUS) == [1, 1]
+    assert hub.called(DRAIN_STATUS) == [1, 1]
 
 
 @pytest.mark.parametrize("busy", [[3, 2, 0], [3, 3, 1]])
@@ -109,7 +109,7 @@ def test_calls_under_way_are_waited_for(busy):
     hub = Ranks(0, 2, answers(busy, busy, busy, [3, 3, 0]))
     hub.make_ready(1)
     hub.shutdown.drain(Deadline(_PATIENCE))
-    assert hub.called(STATUS) == [1] * 5
+    assert hub.called(DRAIN_STATUS) == [1] * 5
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_the_error_names_busy_ranks(look, text, ranks):
     with pytest.raises(DistributedTimeoutError, match=rf"calls are under way after 0\.05 s: {text}$") as caught:
         hub.shutdown.drain(Deadline(0.05))
     assert caught.value.ranks == ranks
-    assert hub.called(RELEASE) == []
+    assert hub.called(DRAIN_RELEASE) == []
 
 
 def test_the_coordinator_waits_for_its_own_calls():
@@ -156,7 +156,7 @@ def test_a_lost_rank_is_not_waited_for():
     hub.make_ready(1, 2)
     hub.shutdown.on_lost(3, None)
     hub.shutdown.drain(Deadline(_PATIENCE))
-    assert hub.called(RELEASE) == [1, 2]
+    assert hub.called(DRAIN_RELEASE) == [1, 2]
 
 
 def test_draining_a_closed_agent_fails():
@@ -175,7 +175,7 @@ def test_a_rank_that_does_not_confirm_its_release():
     """The error names the rank, which still waits."""
 
     def answer(to, call):
-        if call.name == RELEASE and to == 2:
+        if call.name == DRAIN_RELEASE and to == 2:
             raise DistributedTimeoutError("late")
         return [0, 0, 0]
 
@@ -193,7 +193,7 @@ def test_a_rank_that_joins_in_any_round_is_waited_for(after):
 
     def answer(to, call):
         nonlocal num_looks
-        num_looks += call.name == STATUS and to == 1
+        num_looks += call.name == DRAIN_STATUS and to == 1
         if num_looks == after:
             hub.shutdown.on_joined(2, 0)
         return [0, 0, 0]
@@ -206,10 +206,10 @@ def test_a_rank_that_joins_in_any_round_is_waited_for(after):
     with pytest.raises(DistributedTimeoutError, match=r"rank 2 did not come to the end within 0\.05 s") as caught:
         hub.shutdown.drain(Deadline(0.05))
     assert caught.value.ranks == (2,)
-    assert hub.called(RELEASE) == []
+    assert hub.called(DRAIN_RELEASE) == []
     hub.make_ready(2)
     hub.shutdown.drain(Deadline(_PATIENCE))
-    assert hub.called(RELEASE) == [1, 2]
+    assert hub.called(DRAIN_RELEASE) == [1, 2]
 
 
 def test_a_restarted_rank_drains_again():
@@ -217,7 +217,7 @@ def test_a_restarted_rank_drains_again():
     tokens = []
 
     def answer(to, call):
-        tokens.extend((to, *call.arguments) for _ in [0] if call.name == RELEASE)
+        tokens.extend((to, *call.arguments) for _ in [0] if call.name == DRAIN_RELEASE)
         return [0, 0, 0]
 
     hub = Ranks(0, 3, answer)
@@ -241,8 +241,8 @@ def test_releases_that_are_ignored(peer, change, ends):
     """A release for another process, or from a rank other than 0, is ignored."""
 
     def answer(to, call):
-        assert (to, call.name) == (0, READY)
-        rank.serve(peer, Call(RELEASE, (call.arguments[0] + change,), {}))
+        assert (to, call.name) == (0, DRAIN_READY)
+        rank.serve(peer, Call(DRAIN_RELEASE, (call.arguments[0] + change,), {}))
 
     rank = Ranks(2, 3, answer)
     expected = contextlib.nullcontext() if ends else pytest.raises(DistributedTimeoutError, match="rank 0 did not say")
@@ -254,19 +254,19 @@ def test_rank_0_restarts_while_a_rank_drains():
     """The waiting rank raises, even if rank 0 is back before it looks: the new rank 0 knows nothing of it."""
 
     def answer(to, call):
-        assert (to, call.name) == (0, READY)
+        assert (to, call.name) == (0, DRAIN_READY)
         rank.shutdown.on_lost(0, None)
         rank.shutdown.on_joined(0, 0)
 
     rank = Ranks(1, 2, answer)
-    with pytest.raises(PeerLostError, match="rank 0 is gone, which sees to the end") as caught:
+    with pytest.raises(PeerLostError, match="rank 0, which coordinates draining, is gone") as caught:
         rank.shutdown.drain(Deadline(_PATIENCE))
     assert caught.value.ranks == (0,)
-    rank.answer = lambda to, call: rank.serve(0, Call(RELEASE, call.arguments, {}))
+    rank.answer = lambda to, call: rank.serve(0, Call(DRAIN_RELEASE, call.arguments, {}))
     rank.shutdown.drain(Deadline(_PATIENCE))
 
 
-@pytest.mark.parametrize("name", [READY, RELEASE])
+@pytest.mark.parametrize("name", [DRAIN_READY, DRAIN_RELEASE])
 @pytest.mark.parametrize("arguments", [(), ("text",), (1, 2)])
 def test_invalid_calls_are_ignored(name, arguments):
     """Calls that no agent makes change nothing."""

@@ -27,9 +27,9 @@ def encoded_frame(*pieces, plan=("tuple", [])):
 @pytest.mark.parametrize(
     ("head", "text"),
     [
-        ((6, 0, 0, 0, 1), "no message of an agent"),
-        ((0, 2, 0, 0, 1), "no message of an agent"),
-        ((0, 0, 2, 0, 1), "no message of an agent"),
+        ((6, 0, 0, 0, 1), "not a message of an agent"),
+        ((0, 2, 0, 0, 1), "not a message of an agent"),
+        ((0, 0, 2, 0, 1), "not a message of an agent"),
         ((0, 0, 0, LIMIT + 1, 1), f"message_limit is {LIMIT:,}: make all agents with the same"),
     ],
 )
@@ -69,7 +69,7 @@ def test_headers_that_describe_no_tensors(pieces):
     """Nothing that follows could be read: the connection ends."""
     pair = PeerPair()
     pair.there.received([encoded_frame(*pieces)])
-    assert "sent what is no value" in str(pair.there.reason)
+    assert "sent something that is not a value" in str(pair.there.reason)
 
 
 @pytest.mark.parametrize("shape", [(1 << 62, 4, 0), (1 << 40,), (-1,)])

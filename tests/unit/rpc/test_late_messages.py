@@ -12,7 +12,7 @@ from ferrodist.errors import DistributedTimeoutError, RpcError
 from ferrodist.rpc import RpcAgent, SimulatedRpcBackend
 from ferrodist.rpc.messages import Call
 from ferrodist.rpc.refcount_tables import ReferenceCounts
-from ferrodist.rpc.shutdown import STATUS
+from ferrodist.rpc.shutdown import DRAIN_STATUS
 from ferrodist.testing import check_leaks
 
 NOTHING = ReferenceCounts(for_others=0, for_itself=0, elsewhere=0)
@@ -202,7 +202,7 @@ def test_internal_calls_are_not_counted(make):
     to_agent = other._peers._peers[0]
     send, held = to_agent.send, []
     to_agent.send = lambda *message: held.append(message)
-    future = agent._client.call_internal(1, Call(STATUS, (), {}), 0.1)
+    future = agent._client.call_internal(1, Call(DRAIN_STATUS, (), {}), 0.1)
     assert agent.statistics() == before[0]
     with pytest.raises(DistributedTimeoutError):
         future.result()

@@ -183,7 +183,7 @@ class Process:
 
     def serve(self, peer, content, answer):
         try:
-            call = unpack_call(content, peer, self.objects.extensions[peer])
+            call = unpack_call(content, peer, self.objects.leaf_codecs[peer])
         except PeerLostError as error:
             self.world.seen["an object that was refused"] += 1
             answer(Failure(FailureKind.UNDECODABLE, "", str(error), ""))
@@ -198,7 +198,7 @@ class Process:
     def decode(self, index):
         peer, content, answer, is_lost = self.undecoded.pop(index)
         try:
-            call = unpack_call(content, peer, self.objects.extensions[peer])
+            call = unpack_call(content, peer, self.objects.leaf_codecs[peer])
         except PeerLostError:
             self.world.seen["a reference that was refused"] += 1
         else:
@@ -372,8 +372,8 @@ class World:
             table = process.table
             assert not table._owned, [(each.id, each.counts) for each in table._owned.values()]
             assert not table._used
-            assert not table._forks.by_key
-            assert not table._forks.totals
+            assert not table._transfers.by_key
+            assert not table._transfers.totals
             assert not process.waiting
 
     def come_to_rest(self):

@@ -123,7 +123,7 @@ class Cluster:
     def kept(self):
         """The number of objects that rank 0 owns, and of references under way to them."""
         table = self.agents[OWNER]._rrefs.refcounts.table
-        return len(table._owned), sum(table._forks.totals.values())
+        return len(table._owned), sum(table._transfers.totals.values())
 
 
 class DelayedMessages:
@@ -213,7 +213,7 @@ def test_a_message_that_arrives_after_it_was_settled(cluster):
     assert cluster.taken == []
     until(lambda: cluster.agents[SENDER].num_references().for_others == 0)
     cluster.connect(OWNER, SENDER)
-    cluster.agents[SENDER].rpc_sync(RECEIVER, "take", cluster.object())  # what comes now has another fork id
+    cluster.agents[SENDER].rpc_sync(RECEIVER, "take", cluster.object())  # what comes now has another transfer id
     assert cluster.taken[0].rpc_sync().add() == 2
 
 

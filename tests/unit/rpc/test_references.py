@@ -18,7 +18,7 @@ from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError, ProtocolError, RpcError
 from ferrodist.rpc.agent import RpcAgent
-from ferrodist.rpc.messages import HELLO, MET, OWN_NAMES, Call
+from ferrodist.rpc.messages import ANNOUNCE_NAME, MET, OWN_NAMES, Call
 from ferrodist.rpc.refcount_protocol import CONFIRM, LOST, REGISTER, RELEASE, SETTLE, UNREGISTER
 from ferrodist.rpc.refcount_tables import ReferenceCounts
 from ferrodist.rpc.rref import FETCH, METHOD, RRef
@@ -724,7 +724,7 @@ def test_ids_of_successive_agents():
     for first, second in run_ranks(on_rank, 2, backend="simulated"):
         assert first[:2] == second[:2]
         assert first.number == second.number
-        assert first.incarnation != second.incarnation
+        assert first.agent_token != second.agent_token
 
 
 class Liar:
@@ -737,8 +737,8 @@ class Liar:
 def let_liars_pass(agent):
     """Have an agent send what no agent would."""
     objects = agent._rrefs
-    for peer, (*others, own) in objects.extensions.items():
-        objects.extensions[peer] = (*others, own.__class__(
+    for peer, (*others, own) in objects.leaf_codecs.items():
+        objects.leaf_codecs[peer] = (*others, own.__class__(
             tag=own.tag,
             encode=lambda value, own=own: value.plain if isinstance(value, Liar) else own.encode(value),
             decode=own.decode,
@@ -751,7 +751,7 @@ def test_invalid_ids():
     def program(agent):
         let_liars_pass(agent)
         for plain in ((), (1, 0, 5), (1, 0, 5, "x"), (9, 0, 1, 1), (1, -1, 1, 1), (1, 0, True, 1), (1.0, 0, 1, 1)):
-            with pytest.raises(RpcError, match="what should name a remote object does not"):
+            with pytest.raises(RpcError, match="is not the id of a remote object"):
                 agent.rpc_sync(1, "echo", Liar(*plain))
         with pytest.raises(RpcError, match="the object was freed: its owner knows of no reference to it"):
             agent.rpc_sync(1, "use", Liar(1, 0, 1, 1))
@@ -802,10 +802,10 @@ def test_references_beside_unreadable_values():
     def program(agent):
         own, theirs, third = agent.reference(1), agent.remote(1, "Counter"), agent.remote(2, "Counter")
         value = [own, Unreadable(), theirs, (third, own), Unreadable()]
-        with pytest.raises(RpcError, match="rank 0 sent what is no call: 'unreadable'"):
+        with pytest.raises(RpcError, match="rank 0 sent something that is not a call: 'unreadable'"):
             agent.rpc_sync(1, "echo", value)
         made = agent.remote(1, "beside", [own, theirs, third])
-        with pytest.raises(ProtocolError, match="rank 1 sent what is no result: 'unreadable'"):
+        with pytest.raises(ProtocolError, match="rank 1 sent something that is not a result: 'unreadable'"):
             made.to_here()
         del made
         until(lambda: agent.num_references().for_others == 0)
@@ -884,7 +884,7 @@ def test_invalid_internal_calls():
             (MET, ()),
         ):
             agent._client.notify(1, name, lambda arguments=arguments: arguments)
-        for name, arguments in ((RELEASE, ([(1, 0, 1, 1, 5)],)), (UNREGISTER, (77,)), (MET, ()), (HELLO, (3,))):
+        for name, arguments in ((RELEASE, ([(1, 0, 1, 1, 5)],)), (UNREGISTER, (77,)), (MET, ()), (ANNOUNCE_NAME, (3,))):
             assert call_inside(agent, name, *arguments) is None
         assert counter.rpc_sync().add() == 2
         agent._client.notify(1, RELEASE, lambda: ([(*id_, 1000)],))

@@ -199,7 +199,7 @@ def test_pickles_where_they_are_allowed():
                 agent.rpc_sync(to, "echo", lambda: 3)
         strict = rpc.RpcAgent(group, echo, allow_pickle=group.rank == 0)
         if group.rank == 0:
-            with pytest.raises(RpcError, match="sent what is no value: a tree spec has the tag 'pickle'"):
+            with pytest.raises(RpcError, match="sent something that is not a value: a tree spec has the tag 'pickle'"):
                 strict.rpc_sync(1, "echo", Thing(3))
             assert strict.rpc_sync(1, "echo", 3) == 3
         else:

@@ -403,7 +403,7 @@ def test_messages_received_after_a_rank_was_lost(make):
     """A large message may be received late: it makes no object, which would never be freed."""
     agent, other = make(FUNCTIONS)
     before = agent._peers._peers[1]
-    identity = (0, 1, other._rrefs._incarnation, 99)
+    identity = (0, 1, other._rrefs._agent_token, 99)
     content, _ = other._rrefs.pack(0, pack_call, Call(CREATE, (identity, "echo", (1,), {}), {}))
     agent._server.on_message(before, MessageKind.INTERNAL_CALL, 99, content)
     assert agent.num_references().for_others == 1
@@ -460,7 +460,7 @@ def test_wrong_registrations(make):
 @pytest.mark.parametrize("value", ["no", 1, None])
 def test_pickles_are_allowed_by_a_bool(make, value):
     """Other true values do not open every rank to every other one."""
-    with pytest.raises(TypeError, match=f"allow_pickle is True or False, not {value!r}"):
+    with pytest.raises(TypeError, match=f"allow_pickle must be True or False, not {type(value).__name__}"):
         make(allow_pickle=value)
 
 

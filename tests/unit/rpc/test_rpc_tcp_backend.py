@@ -22,7 +22,7 @@ from ferrodist.errors import (
 )
 from ferrodist.rendezvous import Membership, MemoryStore
 from ferrodist.rpc.agent import RpcAgent, RpcContext
-from ferrodist.rpc.tcp_transport import PairHello, TcpRpcBackend, _hello
+from ferrodist.rpc.tcp_transport import PairRequest, TcpRpcBackend, _hello
 from ferrodist.testing import check_leaks
 
 _PATIENCE = 60.0
@@ -390,21 +390,28 @@ def test_refused_connections(job):
     own = middle._own
 
     def hello(rank=2, **changes):
-        values = {"name": "rpc", "sought": own.incarnation, "token": own.token, "own": 1, "attempt": 99, **changes}
+        values = {
+            "name": "rpc",
+            "sought_incarnation": own.incarnation,
+            "token": own.token,
+            "own_incarnation": 1,
+            "attempt": 99,
+            **changes,
+        }
         made = TcpRpcBackend.from_membership(ranks.membership(rank))
-        return _hello(made._membership, PairHello(**values))
+        return _hello(made._membership, PairRequest(**values))
 
-    for wrong in ({"sought": own.incarnation + 1}, {"token": "other"}, {"name": "other"}):
+    for wrong in ({"sought_incarnation": own.incarnation + 1}, {"token": "other"}, {"name": "other"}):
         with pytest.raises(RendezvousError, match="another process"):
             middle._admit(hello(**wrong))
     with pytest.raises(RendezvousError, match="newer process"):
         middle._admit(hello(attempt=1))
     with pytest.raises(RendezvousError, match="newer process"):
-        middle._admit(hello(own=0))
+        middle._admit(hello(own_incarnation=0))
     with pytest.raises(ValueError, match="does not connect to rank 1"):
         middle._admit(hello(rank=0))
     with pytest.raises(ProtocolError, match="names no two agents"):
-        PairHello.from_text("{}")
+        PairRequest.from_text("{}")
     middle._admit(hello())
 
 

@@ -24,7 +24,7 @@ from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.reader import CheckpointReader, read_manifest
 from ferrodist.checkpoint.state import Encoder
 from ferrodist.checkpoint.storage import Storage, open_storage
-from ferrodist.checkpoint.tools.reshard import (
+from ferrodist.checkpoint.tools.rewrite import (
     ROW_BLOCK_BYTES,
     ProgressCallback,
     ProgressCounter,
@@ -250,11 +250,11 @@ def materialize(
             reader = CheckpointReader(storage, manifest, verify=True)
             sizes = {key: dtype_from_name(manifest.tensors[key].dtype).itemsize for key, _, _ in planner.targets}
             total = sum(tensor.numel() * sizes[key] for key, tensor, _ in planner.targets)
-            progress_meter = ProgressCounter(total, progress)
+            counter = ProgressCounter(total, progress)
             for key, tensor, _ in planner.targets:
                 for rows in row_blocks(tuple(tensor.shape), ROW_BLOCK_BYTES // sizes[key]):
                     reader.read_box(key, rows, rows.take(tensor))
-                    progress_meter.add(rows.numel * sizes[key])
+                    counter.add(rows.numel * sizes[key])
             yield build()
 
 

@@ -19,7 +19,7 @@ from ferrodist.checkpoint.format.safetensors import (
 from ferrodist.checkpoint.format.tree import map_children, split_node, tensor_key
 from ferrodist.checkpoint.reader import CheckpointReader, describe_foreign_format, read_manifest
 from ferrodist.checkpoint.storage import Storage, open_storage
-from ferrodist.checkpoint.tools.reshard import BoxSource, RewriteOptions, RewriteSource, rewrite
+from ferrodist.checkpoint.tools.rewrite import BoxSource, RewriteOptions, RewriteSource, rewrite
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 from ferrodist.wording import counted

@@ -11,7 +11,7 @@ from torch.nn import functional
 from ferrodist.collectives.all_gather import async_all_gather, async_reduce_scatter
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.tensor.redistribute import record_move
+from ferrodist.tensor.redistribute import record_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,7 +80,7 @@ class _GatherAndMultiply(torch.autograd.Function):
         for index, chunk in enumerate(_gather_chunks(x, mesh, chunks)):
             grad_output = grad_chunks[:, index].reshape(p * t, *grad.shape[1:])
             grad_input = grad_output @ weight
-            record_move(grad_input, mesh, Partial(), Shard(0))
+            record_step(grad_input, mesh, Partial(), Shard(0))
             pending.append(async_reduce_scatter(grad_input, group=mesh.group))
             grad_weight.addmm_(grad_output.reshape(-1, grad_output.shape[-1]).t(), chunk.reshape(-1, chunk.shape[-1]))
         grad_x = torch.cat([one.wait() for one in pending]).movedim(0, -2)
@@ -92,7 +92,7 @@ def _gather_chunks(x: torch.Tensor, mesh: DeviceMesh, chunks: int) -> Iterator[t
     """The chunks of all ranks' shards, each (p * t/c, ..., C), while the next one is being gathered."""
     local_chunks = [chunk.contiguous() for chunk in x.movedim(-2, 0).chunk(chunks)]
     for chunk in local_chunks:
-        record_move(chunk, mesh, Shard(0), Replicate())
+        record_step(chunk, mesh, Shard(0), Replicate())
     pending = async_all_gather(local_chunks[0], group=mesh.group)
     for index in range(chunks):
         gathered = pending.wait()

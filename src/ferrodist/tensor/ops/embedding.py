@@ -39,9 +39,7 @@ def _strategies(call: OpCall, axis: int) -> list[OpStrategy]:
         cache, key = weight.dispatch_cache, _record_key(call, weight.shape, axis)
         if key not in cache:
             # The cached backward calls were prepared without knowing.
-            backward = id(_aten.embedding_dense_backward.default)
-            for stale in [one for one in cache if one[0] == backward]:
-                del cache[stale]
+            weight.forget_calls(_aten.embedding_dense_backward.default)
             cache[key] = True
         strategies.append(OpStrategy((Shard(0), Replicate()), (Partial(),)))
     return strategies
@@ -57,7 +55,11 @@ def _look_up(call: OpCall) -> LocalFunction | None:
 
     def look_up(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> torch.Tensor:
         if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < num_rows:
-            raise IndexError(f"index out of range: an embedding has numbers from 0 to {num_rows - 1}")
+            wrong = int(indices.min()) if int(indices.min()) < 0 else int(indices.max())
+            raise IndexError(
+                f"index out of range: token index {wrong}, but the embedding has {num_rows} rows, with the indices 0 to"
+                f" {num_rows - 1}"
+            )
         if start == end:
             return weight.new_zeros((*indices.shape, weight.shape[1]))
         missing = (indices < start) | (indices >= end)

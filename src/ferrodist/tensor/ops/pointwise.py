@@ -92,8 +92,8 @@ def _linear_in_copied(call: OpCall) -> InputGroups:
     return _linear_in_all(call) if target is source or are_floats else ()
 
 
-def _linear_in_augend(call: OpCall) -> InputGroups:
-    """Linear in all tensors, and in a partial tensor to which a scalar is added in place."""
+def _linear_in_add_(call: OpCall) -> InputGroups:
+    """Linear in all tensors, and in the tensor that ``add_`` or ``sub_`` with a scalar writes to."""
     is_written = isinstance(call.arguments["self"], DTensorSpec)
     return _linear_in_first(call) if is_written and len(call.inputs) == 1 else _linear_in_all(call)
 
@@ -161,8 +161,8 @@ RULES = rule_table(
     (_rule(_linear_in_first), "_foreach_neg _foreach_neg_ _foreach_zero_ _foreach_div _foreach_div_"),
     (_rule(_linear_in_each), "_foreach_mul _foreach_mul_"),
     (_rule(lambda _: ()), _NONLINEAR_LISTS),
-    # These take the place of rows above.
-    (_rule(_linear_in_augend, local=_add_scalar_once), "add_.Scalar add_.Tensor sub_.Scalar sub_.Tensor"),
+    # The later row of an operator counts: above, `_linear_in_all` is for all overloads of a name, these are for some.
+    (_rule(_linear_in_add_, local=_add_scalar_once), "add_.Scalar add_.Tensor sub_.Scalar sub_.Tensor"),
     # Operators on local shards run below the layer where torch heeds the conjugate bit.
     (_rule(_linear_in_first, local=lambda _: torch.conj_physical, copies=True), "_conj.default"),
     (

@@ -18,7 +18,7 @@ from ferrodist.collectives.reduce_op import ReduceOp, accumulation_dtype
 from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, all_replicated, einsum_rule, rule_table
 from ferrodist.tensor.ops.pointwise import cast_is_linear
 from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.tensor.redistribute import extremum_identity, record_move
+from ferrodist.tensor.redistribute import extremum_identity, record_step
 from ferrodist.tensor.spec import DTensorSpec, contiguous_stride, shard_of, sharding_axes
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def cross_rank_reducer(spec: DTensorSpec, axes: tuple[int, ...]) -> Callable[[to
     group = mesh.group
 
     def reduce(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        record_move(tensor, mesh, Partial(op), Replicate())
+        record_step(tensor, mesh, Partial(op), Replicate())
         return allreduce(tensor, op, group=group)
 
     return reduce

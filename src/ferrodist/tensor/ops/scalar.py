@@ -9,7 +9,7 @@ import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.ops.reduction import cross_rank_reducer
-from ferrodist.tensor.redistribute import gather, redistribute_local
+from ferrodist.tensor.redistribute import full_local, redistribute_local
 from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _compare(compare: Callable[..., bool], one: Any, other: Any, *tolerance: Any
 RULES: dict[torch._ops.OpOverload, OpRule] = {}
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    private_aten.local_scalar_dense.default: lambda tensor: private_aten.local_scalar_dense(gather(tensor)),
+    private_aten.local_scalar_dense.default: lambda tensor: private_aten.local_scalar_dense(full_local(tensor)),
     _aten.is_same_size.default: lambda one, other: one.shape == other.shape,
     _aten.equal.default: partial(_compare, torch.equal),
     _aten.allclose.default: partial(_compare, torch.allclose),

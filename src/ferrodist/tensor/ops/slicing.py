@@ -29,7 +29,7 @@ def _dims(call: OpCall, *cut: int) -> DimMap:
     return [None if dim in removed else dim for dim in range(ndim)]
 
 
-def _sliced(call: OpCall) -> DimMap:
+def _dims_after_slice(call: OpCall) -> DimMap:
     """The dims of a slice, of the gradient of one, or of a tensor of which a slice is replaced."""
     dim, part = call["dim"], (call.inputs[1] if len(call.inputs) > 1 else call.results[0])
     return _dims(call) if part.shape[dim] == call.inputs[0].shape[dim] else _dims(call, dim)
@@ -37,16 +37,16 @@ def _sliced(call: OpCall) -> DimMap:
 
 def _local_slice(call: OpCall) -> Mapping[str, Any]:
     shape = call.outputs[0].local_shape
-    bounds = {} if None in _sliced(call) else {"start": 0, "end": shape[call["dim"]], "step": 1}
+    bounds = {} if None in _dims_after_slice(call) else {"start": 0, "end": shape[call["dim"]], "step": 1}
     sizes = {"input_sizes": list(shape)} if "input_sizes" in call.arguments else {}
     return {**bounds, **sizes}
 
 
-def _selected(call: OpCall) -> DimMap:
+def _dims_after_select(call: OpCall) -> DimMap:
     return [dim for dim in _dims(call, call["dim"]) if dim is not None]
 
 
-def _diagonal(call: OpCall) -> DimMap:
+def _dims_after_diagonal(call: OpCall) -> DimMap:
     return [*[dim for dim in _dims(call, call["dim1"], call["dim2"]) if dim is not None], None]
 
 
@@ -60,7 +60,7 @@ def _local_input_sizes(call: OpCall) -> Mapping[str, Any]:
     return {name: list(call.outputs[0].local_shape)}
 
 
-def _repeated(call: OpCall) -> DimMap:
+def _dims_after_repeat(call: OpCall) -> DimMap:
     repeats = call["repeats"]
     more = len(repeats) - call.inputs[0].ndim
     return [None] * more + [dim if repeats[more + dim] == 1 else None for dim in range(call.inputs[0].ndim)]
@@ -157,14 +157,14 @@ def _scatter_rule(dim_map: Callable[[OpCall], DimMap], **options: Any) -> OpRule
 
 
 RULES = rule_table(
-    (dim_map_rule(_sliced, arguments=_local_slice), "slice.Tensor"),
-    (dim_map_rule(_sliced, arguments=_local_slice), "slice_backward.default"),
-    (dim_map_rule(_selected), "select.int"),
+    (dim_map_rule(_dims_after_slice, arguments=_local_slice), "slice.Tensor"),
+    (dim_map_rule(_dims_after_slice, arguments=_local_slice), "slice_backward.default"),
+    (dim_map_rule(_dims_after_select), "select.int"),
     (
         dim_map_rule(lambda call: insert_dims(call.inputs[0].ndim, call["dim"]), arguments=_local_input_sizes),
         "select_backward.default",
     ),
-    (dim_map_rule(_diagonal), "diagonal.default"),
+    (dim_map_rule(_dims_after_diagonal), "diagonal.default"),
     (
         dim_map_rule(
             lambda call: insert_dims(call.inputs[0].ndim - 1, call["dim1"], call["dim2"]),
@@ -174,7 +174,7 @@ RULES = rule_table(
     ),
     (dim_map_rule(lambda call: [*_dims(call, call["dimension"]), None]), "unfold.default"),
     (dim_map_rule(_unfold_backward, arguments=_local_input_sizes), "unfold_backward.default"),
-    (dim_map_rule(_selected), "unbind.int"),
+    (dim_map_rule(_dims_after_select), "unbind.int"),
     (OpRule(strategies=_split_strategies, arguments=_local_split), "split.Tensor"),
     (OpRule(strategies=_split_strategies, arguments=_local_split), "split_with_sizes.default"),
     (OpRule(strategies=_split_strategies, arguments=_local_split), "unsafe_split.Tensor"),
@@ -184,9 +184,9 @@ RULES = rule_table(
     (move_rule(_pad, depends_on_values=True), "constant_pad_nd.default"),
     (dim_map_rule(lambda call: _dims(call, *call["dims"])), "flip.default"),
     (dim_map_rule(lambda call: _dims(call, *(call["dims"] or range(call.inputs[0].ndim)))), "roll.default"),
-    (dim_map_rule(_repeated), "repeat.default"),
+    (dim_map_rule(_dims_after_repeat), "repeat.default"),
     (dim_map_rule(lambda call: _dims(call, -2, -1)), "tril.default triu.default tril_.default triu_.default"),
-    (_scatter_rule(_sliced, arguments=_local_slice), "slice_scatter.default"),
-    (_scatter_rule(_selected), "select_scatter.default"),
-    (_scatter_rule(_diagonal), "diagonal_scatter.default"),
+    (_scatter_rule(_dims_after_slice, arguments=_local_slice), "slice_scatter.default"),
+    (_scatter_rule(_dims_after_select), "select_scatter.default"),
+    (_scatter_rule(_dims_after_diagonal), "diagonal_scatter.default"),
 )

@@ -72,7 +72,7 @@ def move_strategies(pattern: EinsumPattern, call: OpCall, axis: int) -> list[OpS
     ]
 
 
-def _transposed(call: OpCall) -> DimMap:
+def _dims_after_transpose(call: OpCall) -> DimMap:
     ndim = call.inputs[0].ndim
     dims: DimMap = list(range(ndim))
     one, other = (0, -1) if call.operator is _aten.t.default else (call["dim0"], call["dim1"])
@@ -88,7 +88,7 @@ def insert_dims(ndim: int, *new: int) -> DimMap:
     return [None if dim in inserted else next(dims) for dim in range(ndim + len(new))]
 
 
-def _squeezed(call: OpCall) -> DimMap:
+def _dims_after_squeeze(call: OpCall) -> DimMap:
     spec = call.inputs[0]
     given = call.arguments.get("dim")
     dims = range(spec.ndim) if given is None else [given] if isinstance(given, int) else given
@@ -96,7 +96,7 @@ def _squeezed(call: OpCall) -> DimMap:
     return [dim for dim in range(spec.ndim) if dim not in squeezed or spec.shape[dim] != 1]
 
 
-def _expanded(call: OpCall) -> DimMap:
+def _dims_after_expand(call: OpCall) -> DimMap:
     shape, result = call.inputs[0].shape, call.results[0].shape
     more = len(result) - len(shape)
     return [None] * more + [dim if shape[dim] == result[more + dim] else None for dim in range(len(shape))]
@@ -104,17 +104,17 @@ def _expanded(call: OpCall) -> DimMap:
 
 def _squeeze_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     """A squeezed dim has one element, which only one rank has if the dim is sharded: it must be replicated."""
-    kept = _squeezed(call)
+    kept = _dims_after_squeeze(call)
     return [
         strategy
-        for strategy in dim_map_strategies(_squeezed, call, axis)
+        for strategy in dim_map_strategies(_dims_after_squeeze, call, axis)
         if not isinstance(strategy.inputs[0], Shard) or strategy.inputs[0].dim in kept
     ]
 
 
 def _squeeze(call: OpCall) -> LocalFunction:
     """Squeeze the same dims as of the full tensor; a shard may have others of one element."""
-    kept = _squeezed(call)
+    kept = _dims_after_squeeze(call)
     dims = [dim for dim in range(call.inputs[0].ndim) if dim not in kept]
     return lambda local, *_: _aten.squeeze.dims(local, dims)
 
@@ -189,14 +189,14 @@ def _reshape_sharding(call: OpCall, axis: int, placement: Shard, result: list[in
 
 
 RULES = rule_table(
-    (dim_map_rule(_transposed), "t.default"),
-    (dim_map_rule(_transposed), "transpose.int"),
+    (dim_map_rule(_dims_after_transpose), "t.default"),
+    (dim_map_rule(_dims_after_transpose), "transpose.int"),
     (dim_map_rule(lambda call: [dim % call.inputs[0].ndim for dim in call["dims"]]), "permute.default"),
     (dim_map_rule(lambda call: insert_dims(call.inputs[0].ndim, call["dim"])), "unsqueeze.default"),
     (OpRule(strategies=_squeeze_strategies, local=_squeeze), "squeeze.default"),
     (OpRule(strategies=_squeeze_strategies, local=_squeeze), "squeeze.dim"),
     (OpRule(strategies=_squeeze_strategies, local=_squeeze), "squeeze.dims"),
-    (dim_map_rule(_expanded, arguments=_local_size), "expand.default"),
+    (dim_map_rule(_dims_after_expand, arguments=_local_size), "expand.default"),
     (
         # A shard may have other strides than the full tensor, so that its view is a copy.
         OpRule(strategies=_reshape_strategies, arguments=_local_size, local=lambda _: torch.reshape),

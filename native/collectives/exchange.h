@@ -1,4 +1,5 @@
-// Pipelined transfer of data too large for the arrival payload: in segments, through each rank's slots.
+// Exchange of data too large for the arrival records: in segments through each rank's slots, one segment staged while
+// the previous one is read; or zero-copy, straight from the ranks' tensors.
 //
 // [Note: slots]
 // The segments of all collectives of a group are numbered consecutively; segment m of a rank is in its slot m modulo
