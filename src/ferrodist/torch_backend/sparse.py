@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
-from ferrodist.backends.cuda import record_use_on_streams
+from ferrodist.backends.cuda_streams import record_use_on_streams
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_backend.collectives import ArgumentComparison, CheckedCall

@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ferrodist.backends.cuda import record_use_on_streams, streams_of
+from ferrodist.backends.cuda_streams import record_use_on_streams, streams_of
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.collectives.arguments import bytes_of
-from ferrodist.collectives.cuda import StreamHandoff
 from ferrodist.collectives.engines.gpu_staged import HostStagedP2P
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of
+from ferrodist.collectives.host_staging import StreamHandoff
 from ferrodist.collectives.work import PreparedCall, execute, submit, wait_for_started
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, describe_error

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.collectives.all_to_all import barrier
+from ferrodist.collectives.barrier import barrier
 from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, add_error_context, describe_error
 from ferrodist.parallel.fsdp.backward_plan import Action, BackwardRun, ForwardTrace, Step, plan_backward
 from ferrodist.parallel.fsdp.flat_memory import GradientBuffer
