@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ferrodist.backends import stragglers
 from ferrodist.backends.request import Request, Stragglers, answer_seconds, wait_all
-from ferrodist.backends.signature import CALL_SIZE, CollectiveSignature, fingerprint_of, payload_of
+from ferrodist.backends.signature import RECORD_BYTES, CollectiveSignature, fingerprint_of, payload_of
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import (
@@ -67,7 +67,7 @@ class CallAuthenticator:
         self._key = key
         self._fields = group_id & _LOW_64, group_id >> 64 & _LOW_64, sequence
         self.size = _TAG_BYTES if key else 0
-        self.record_size = CALL_SIZE + self.size
+        self.record_size = RECORD_BYTES + self.size
 
     def table_size(self, world_size: int) -> int:
         """Size of the table of all calls, in bytes."""
@@ -81,7 +81,7 @@ class CallAuthenticator:
         """Raise AuthenticationError unless each record is its rank's."""
         for rank in range(len(table) // self.record_size if self.size else 0):
             record = table[rank * self.record_size :][: self.record_size]
-            self._check(record[:CALL_SIZE], record[CALL_SIZE:], rank, f"the call of rank {rank} was altered")
+            self._check(record[:RECORD_BYTES], record[RECORD_BYTES:], rank, f"the call of rank {rank} was altered")
 
     def seal_table(self, table: memoryview) -> None:
         """Write the tag of the whole table at its end."""
@@ -227,7 +227,7 @@ class CollectiveVerifier:
         auth = CallAuthenticator(group.verification_key, group.group_id, current.call.sequence)
         table = memoryview(bytearray(auth.table_size(group.world_size)))
         (self._collect if group.rank == _COORDINATOR else self._report)(current, table, auth)
-        return [table[auth.record_size * rank :][:CALL_SIZE] for rank in range(group.world_size)]
+        return [table[auth.record_size * rank :][:RECORD_BYTES] for rank in range(group.world_size)]
 
     def _collect(self, current: Verification, table: memoryview, auth: CallAuthenticator) -> None:
         """Rank 0: receive every rank's call, then send all of them to every rank."""

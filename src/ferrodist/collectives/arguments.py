@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.base import check_rank
-from ferrodist.backends.cuda import record_use_on_streams
+from ferrodist.backends.cuda_streams import record_use_on_streams
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.deadline import check_timeout
@@ -279,7 +279,7 @@ def _is_traced() -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """True if a tensor's elements are in memory, or could be if it has none."""
+    """True if a tensor has memory of its own; one without elements counts if it could have."""
     try:
         # `detach` first: a transform also wraps results of tensors that it did not wrap.
         return tensor.detach().data_ptr() != 0 or not tensor.numel()

@@ -10,8 +10,9 @@ import uuid
 from typing import TYPE_CHECKING
 
 from ferrodist.launch.failure_report import failure_report, stop_report
-from ferrodist.launch.mpi import PmiServer, run_mpiexec
+from ferrodist.launch.mpiexec import run_mpiexec
 from ferrodist.launch.output import print_warning
+from ferrodist.launch.pmi_server import PmiServer
 from ferrodist.launch.process_watch import SignalInbox
 from ferrodist.launch.spec import (
     LOOPBACK,

@@ -16,7 +16,7 @@ from ferrodist.backends.lifecycle import track
 from ferrodist.backends.liveness import LivenessProbe
 from ferrodist.backends.mailbox import Receive
 from ferrodist.backends.mpi import runtime
-from ferrodist.backends.mpi.collectives import MpiDataPlane
+from ferrodist.backends.mpi.data_plane import MpiDataPlane
 from ferrodist.backends.mpi.runtime import check_job, library_version
 from ferrodist.backends.mpi.transport import FrameTransport, ProgressThread, QueuedFrame
 from ferrodist.backends.mpi.verification import MpiVerifier
@@ -313,7 +313,7 @@ class MpiBackend(FramedBackend):
         ranks = failed.Translate_ranks(list(range(failed.Get_size())), communicator.Get_group())
         for rank in set(ranks) - self._gone:
             self._gone.add(rank)
-            self._transport.lose(rank)
+            self._transport.mark_lost(rank)
             self._withdraw_from(rank)
             self.peer_died(rank, _DIED)
         runtime.call_safely(mpi, communicator.Ack_failed)  # or receives from any rank are refused

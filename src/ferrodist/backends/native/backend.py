@@ -18,8 +18,8 @@ from ferrodist.backends.base import Backend, FastPath, NonBlockingBackend
 from ferrodist.backends.delegating_backend import Delegated, DelegatingBackend
 from ferrodist.backends.group_observer import GroupObserver, PeerExit
 from ferrodist.backends.native.binding import is_native_available, load, why_no_native
-from ferrodist.backends.native.bootstrap import open_messages
-from ferrodist.backends.native.collectives import NativeEngine
+from ferrodist.backends.native.bootstrap import open_p2p_engine
+from ferrodist.backends.native.engine import NativeEngine
 from ferrodist.backends.native.p2p import NativeP2P
 from ferrodist.backends.native.topology import HostTopology, address_of_interface, host_id
 from ferrodist.backends.signature import CollectiveSignature
@@ -124,7 +124,7 @@ class NativeBackend(DelegatingBackend):
         self._topology = HostTopology(hosts=hosts, address=address, secret=secret, job=job)
         p2p = NativeP2P(control)
         call = CollectiveSignature(operation="open messages")
-        engine = open_messages(control, self._topology, weak_method(p2p.on_peer_event), call, deadline.remaining())
+        engine = open_p2p_engine(control, self._topology, weak_method(p2p.on_peer_event), call, deadline.remaining())
         p2p.open(engine)
         control.add_observer(self._engines)
         control.relays_messages = False

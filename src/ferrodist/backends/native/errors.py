@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.abort_reason import pack_reason, unpack_reason
-from ferrodist.backends.native.binding import call_of_line
+from ferrodist.backends.native.binding import signature_of_record
 from ferrodist.deadline import Deadline, Elapsed
 from ferrodist.errors import (
     BackendUnavailable,
@@ -153,7 +153,7 @@ def _protocol_error(failed: _Failed) -> DistributedError:
 def _mismatch_error(failed: _Failed) -> DistributedError:
     size = len(failed.record) // failed.group.world_size
     lines = [failed.record[start : start + size] for start in range(0, len(failed.record), size)]
-    return failed.group.verifier.mismatch_error([call_of_line(line, failed.call.sequence) for line in lines])
+    return failed.group.verifier.mismatch_error([signature_of_record(line, failed.call.sequence) for line in lines])
 
 
 def _sizes_error(failed: _Failed) -> DistributedError:

@@ -170,7 +170,7 @@ class TcpBackend(FramedBackend):
             tune(sock, self.timeout, self._buffer_bytes)
             self._links[peer] = FramedConnection(sock, peer, sock.session)
         for link in list(self._links.values()):
-            self._loop.touch(link)
+            self._loop.wake_for(link)
         self._loop.start()
 
     def _await_ready(self, deadline: Deadline) -> None:
@@ -228,7 +228,7 @@ class TcpBackend(FramedBackend):
         if link is not None and link.push(outgoing):
             if source_link is not None and link.relayed_bytes > BLOCK_BYTES:
                 source_link.blocked_by = link
-            self._loop.touch(link)
+            self._loop.wake_for(link)
 
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
         """Put a timeout down to rank 0 if it relays nothing, else to the peers that don't answer.
