@@ -148,7 +148,7 @@ class IncomingCall:
 class MessageHandler(Protocol):
     """Handles the messages of peers, in the threads that receive them; those of one peer in their order.
 
-    Methods must not block: until they return, nothing else is received.
+    Methods must not block: until they return, nothing else is received. `RpcServer` implements this.
     """
 
     def on_message(self, peer: Peer, kind: MessageKind, call_id: int, content: Content) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TransportListener(Protocol):
-    """Listener for groups with other ranks. Any thread may call it, and must hold no lock."""
+    """Listener for groups with other ranks. `PeerManager` implements it. Any thread may call it, holding no lock."""
 
     def joined(self, peer: int, pair: Backend, version: tuple[int, int]) -> None:
         """Take a group with a rank.

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from ferrodist.collectives.work import PendingCollective
     from ferrodist.torch_backend.collectives import CheckedCall
 
+_DRAIN_SECONDS = 10.0  # how long leaving a group waits for its messages to be received
+
 _NO_TIMEOUT = timedelta(0)
 
 
@@ -289,8 +291,6 @@ class CallbackLevels:
                 self._levels.append(CallbackLevel(beside, self._threads))
         return self._levels[depth]
 
-
-_DRAIN_SECONDS = 10.0  # how long leaving a group waits for its messages to be received
 
 _SHUTDOWN_FUNCTIONS = {"shutdown", "_leave_at_exit"}  # methods of `FerrodistProcessGroup`
 _CALL_MODULES = ("ferrodist.backends.", "ferrodist.collectives.", "ferrodist.torch_backend.")
