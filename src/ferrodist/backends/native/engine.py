@@ -13,8 +13,8 @@ from ferrodist.backends import stragglers
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.native.binding import SHARE_NAME_BYTES, dtype_number, load, signature_of_record
 from ferrodist.backends.native.bootstrap import open_communicator, open_symmetric
-from ferrodist.backends.native.errors import abort_record, public_error, queued_error
-from ferrodist.backends.verification import left_reason
+from ferrodist.backends.native.errors import abort_record, public_error
+from ferrodist.backends.verification import left_reason, queued_error
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import DistributedError
 from ferrodist.torch_private.autograd import increment_version
