@@ -14,9 +14,3 @@
 `worker`, `cases` and `adapters` also run in the interpreters of the MPI peers, which have neither ferrodist nor torch:
 they import the standard library, each other, and the library that an adapter calls.
 """
-
-from __future__ import annotations
-
-from ferrodist.bench.cli import add_bench_arguments, bench_options, run_bench
-
-__all__ = ["add_bench_arguments", "bench_options", "run_bench"]

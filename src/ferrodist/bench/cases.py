@@ -36,8 +36,12 @@ ASYNCHRONOUS = {Operation.SUBMIT, Operation.OVERLAP}  # calls only start the ope
 ALLREDUCES = {Operation.ALLREDUCE, *ASYNCHRONOUS}  # of the case's size
 REDUCTIONS = {Operation.REDUCE_SCATTER, *ALLREDUCES}  # the others move bytes
 IN_PLACE = {Operation.BROADCAST, *ALLREDUCES}
-PARTITIONED = {Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL}  # a tensor has a part a rank
-GROUP_CREATIONS = {Operation.INIT, Operation.NEW_GROUP}
+PARTITIONED = {
+    Operation.REDUCE_SCATTER,
+    Operation.ALL_GATHER,
+    Operation.ALL_TO_ALL,
+}  # a tensor has a part a rank
+GROUP_CREATIONS = (Operation.INIT, Operation.NEW_GROUP)
 UNSIZED = {Operation.BARRIER, *GROUP_CREATIONS}  # the size in bytes can't be chosen
 
 
@@ -181,50 +185,31 @@ class SuitePlan:
     sizes: Sequence[int] = _SIZES
     quick_sizes: Sequence[int] = (8, 16 * _KIB, _MIB)  # for --quick
     ranks: Sequence[int] = (2,)
-    full_ranks: Sequence[int] = (2,)  # for --full
+    full_ranks: Sequence[int] = ()  # for --full, if they are others
     num_hosts: int = 1
 
 
 _COLLECTIVES = tuple(Operation)[: list(Operation).index(Operation.BARRIER) + 1]
-_NATIVE_AND_GLOO = (Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO)
+_OURS_AND_GLOO = (Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO)
+_COLLECTIVE_PEERS = (*_OURS_AND_GLOO, *_ALL_MPIS, Peer.LIMIT)
+_ASYNCHRONOUS_PEERS = (*_OURS_AND_GLOO, *_MPIS)
 _HOSTS_PEERS = (Peer.NATIVE, Peer.GLOO, Peer.OPENMPI, Peer.IPERF3)
+_OPTIONAL_HOSTS_PEERS = (Peer.TCP, Peer.OPENMPI_SINGLE)
 
-SUITES = {
-    plan.suite: plan
-    for plan in (
-        SuitePlan(
-            Suite.COLLECTIVES,
-            _COLLECTIVES,
-            (*_NATIVE_AND_GLOO, *_ALL_MPIS, Peer.LIMIT),
-            sizes=(*_SIZES, 256 * _MIB),
-            full_ranks=(2, 4),
-        ),
-        SuitePlan(Suite.MESSAGES, (Operation.SEND_RECV,), (Peer.NATIVE, Peer.GLOO, *_ALL_MPIS, Peer.LIMIT)),
-        SuitePlan(
-            Suite.SUBMIT, (Operation.SUBMIT,), (*_NATIVE_AND_GLOO, *_MPIS), sizes=(8, 64 * _KIB), quick_sizes=(8,)
-        ),
-        SuitePlan(
-            Suite.OVERLAP, (Operation.OVERLAP,), (*_NATIVE_AND_GLOO, *_MPIS), sizes=(64 * _MIB,), quick_sizes=(_MIB,)
-        ),
-        SuitePlan(
-            Suite.GROUPS,
-            (Operation.INIT, Operation.NEW_GROUP),
-            (Peer.NATIVE, Peer.GLOO, *_MPIS),
-            ranks=(2, 8),
-            full_ranks=(2, 8),
-        ),
-        SuitePlan(
-            Suite.HOSTS,
-            (Operation.ALLREDUCE, Operation.SEND_RECV),
-            _HOSTS_PEERS,
-            (Peer.TCP, Peer.OPENMPI_SINGLE),
-            num_hosts=2,
-        ),
-    )
-}
+_PLANS = (
+    SuitePlan(Suite.COLLECTIVES, _COLLECTIVES, _COLLECTIVE_PEERS, sizes=(*_SIZES, 256 * _MIB), full_ranks=(2, 4)),
+    SuitePlan(Suite.MESSAGES, (Operation.SEND_RECV,), (Peer.NATIVE, Peer.GLOO, *_ALL_MPIS, Peer.LIMIT)),
+    SuitePlan(Suite.SUBMIT, (Operation.SUBMIT,), _ASYNCHRONOUS_PEERS, sizes=(8, 64 * _KIB), quick_sizes=(8,)),
+    SuitePlan(Suite.OVERLAP, (Operation.OVERLAP,), _ASYNCHRONOUS_PEERS, sizes=(64 * _MIB,), quick_sizes=(_MIB,)),
+    SuitePlan(Suite.GROUPS, GROUP_CREATIONS, (Peer.NATIVE, Peer.GLOO, *_MPIS), ranks=(2, 8)),
+    SuitePlan(
+        Suite.HOSTS, (Operation.ALLREDUCE, Operation.SEND_RECV), _HOSTS_PEERS, _OPTIONAL_HOSTS_PEERS, num_hosts=2
+    ),
+)
+SUITES = {plan.suite: plan for plan in _PLANS}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BenchOptions:
     """The options of a run.
 

@@ -20,15 +20,14 @@ from ferrodist.bench.cases import (
     plan_stages,
 )
 from ferrodist.installation import describe_missing
+from ferrodist.launch.host_limits import check_rank_count
 from ferrodist.launch.output import print_warning
-from ferrodist.launch.spec import check_rank_count
 
 if TYPE_CHECKING:
     import argparse
     import enum
 
     from ferrodist.bench.cases import SuitePlan
-    from ferrodist.bench.report import Report
 
     Choice = TypeVar("Choice", bound=enum.Enum)
 
@@ -70,29 +69,33 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def bench_options(arguments: argparse.Namespace) -> BenchOptions:
     """Turn parsed arguments into options; a ValueError names an option whose value is unknown or out of range."""
-    num_rounds, seconds = (10, 2.0) if arguments.quick else (40, 8.0)
-    options = BenchOptions(
-        suites=_suite_plans(arguments),
-        num_rounds=num_rounds if arguments.rounds is None else arguments.rounds,
-        seconds=seconds if arguments.seconds is None else arguments.seconds,
-        required=BACKENDS[arguments.backend][0] if arguments.backend else None,
-        output=arguments.output,
-    )
-    if not 1 <= options.num_rounds <= _MAX_ROUNDS:
-        raise ValueError(f"--rounds must be 1 to {_MAX_ROUNDS}, not {options.num_rounds}")
-    if not 0 < options.seconds < float("inf"):
-        raise ValueError(f"--seconds must be more than 0, not {options.seconds:g}")
-    if options.output.exists() and not options.output.is_dir():
-        raise ValueError(f"--output: {options.output} is a file; name a folder")
-    return options
+    num_rounds, seconds, output = arguments.rounds, arguments.seconds, arguments.output
+    num_rounds = (10 if arguments.quick else 40) if num_rounds is None else num_rounds
+    seconds = (2.0 if arguments.quick else 8.0) if seconds is None else seconds
+    if not 1 <= num_rounds <= _MAX_ROUNDS:
+        raise ValueError(f"--rounds must be 1 to {_MAX_ROUNDS}, not {num_rounds}")
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"--seconds must be more than 0, not {seconds:g}")
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output: {output} is a file; name a folder")
+    required = BACKENDS[arguments.backend][0] if arguments.backend else None
+    return BenchOptions(_suite_plans(arguments), num_rounds, seconds, required, output)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Sizes in bytes of a list such as "8,16K,1M"; "8..1K" means the powers of two from 8 to 1024. Sorted, unique."""
+
+    def parse(word: str) -> int:
+        found = re.fullmatch(r"(\d{1,12})\s*([kmg]?)(?:i?b)?", word.strip().lower())
+        if found is None or int(found[1]) == 0:
+            hint = "write bytes, or a number with K, M or G, such as 64K"
+            raise ValueError(f"--sizes: {word.strip()!r} is no size; {hint}")
+        return int(found[1]) * _UNITS[found[2]]
+
     sizes: set[int] = set()
     for item in text.split(","):
         first, dots, last = item.partition("..")
-        size, end = _parse_bytes(first), _parse_bytes(last if dots else first)
+        size, end = parse(first), parse(last if dots else first)
         if end < size:
             raise ValueError(f"--sizes: {item.strip()!r} ends before it begins")
         while size <= end:
@@ -101,14 +104,6 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     if max(sizes) > _MAX_SIZE_BYTES:
         raise ValueError(f"--sizes: {max(sizes)} bytes are more than the largest that is measured, 4G")
     return tuple(sorted(sizes))
-
-
-def _parse_bytes(text: str) -> int:
-    """Bytes of "8", "16K", "1MiB"."""
-    found = re.fullmatch(r"(\d{1,12})\s*([kmg]?)(?:i?b)?", text.strip().lower())
-    if found is None or int(found[1]) == 0:
-        raise ValueError(f"--sizes: {text.strip()!r} is no size; write bytes, or a number with K, M or G, such as 64K")
-    return int(found[1]) * _UNITS[found[2]]
 
 
 def run_bench(options: BenchOptions) -> int:
@@ -122,7 +117,7 @@ def run_bench(options: BenchOptions) -> int:
         print_warning(missing)
         return 1
     from ferrodist.bench.driver import RunDisplay, run_suites  # noqa: PLC0415 - needs the extra
-    from ferrodist.bench.report import Report  # noqa: PLC0415 - needs msgspec
+    from ferrodist.bench.report import Report, save_plot, summary_lines, write_report  # noqa: PLC0415 - the same
 
     options.output.mkdir(parents=True, exist_ok=True)
     seconds = f"{options.seconds:g}"
@@ -133,21 +128,14 @@ def run_bench(options: BenchOptions) -> int:
             run_suites(options, report, display)
     finally:
         if report.cases or report.is_complete:
-            _write_results(options.output, report)
+            path = options.output / f"bench-{report.started[:19].replace(':', '')}.json"
+            lines = ["", *summary_lines(report), f"report: {path}"]
+            write_report(path, report)
+            if save_plot(path.with_suffix(".png"), report):
+                lines.append(f"plot: {path.with_suffix('.png')}")
+            if sys.stdout is not None:
+                sys.stdout.write("\n".join(lines) + "\n")
     return 1 if report.failures or not any(case.ours for case in report.cases) else 0
-
-
-def _write_results(folder: Path, report: Report) -> None:
-    """Write the report and its plot, and print the summary."""
-    from ferrodist.bench.report import save_plot, summary_lines, write_report  # noqa: PLC0415 - needs the extra
-
-    name = f"bench-{report.started[:19].replace(':', '')}"
-    lines = ["", *summary_lines(report), f"report: {folder / name}.json"]
-    write_report(folder / f"{name}.json", report)
-    if save_plot(folder / f"{name}.png", report):
-        lines.append(f"plot: {folder / name}.png")
-    if sys.stdout is not None:
-        sys.stdout.write("\n".join(lines) + "\n")
 
 
 def _suite_plans(arguments: argparse.Namespace) -> list[SuitePlan]:
@@ -165,7 +153,7 @@ def _suite_plans(arguments: argparse.Namespace) -> list[SuitePlan]:
             plan = replace(
                 default,
                 operations=[operation for operation in default.operations if operation in operations],
-                ranks=ranks or (default.full_ranks if arguments.full else default.ranks),
+                ranks=ranks or (arguments.full and default.full_ranks) or default.ranks,
                 dtypes=dtypes,
                 sizes=sizes or (default.quick_sizes if arguments.quick else default.sizes),
                 peers=default.peers if peers is None else [peer for peer in peers if peer in possible],

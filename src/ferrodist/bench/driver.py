@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import tempfile
 import time
 from pathlib import Path
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from ferrodist.bench.cases import BenchOptions, Suite, SuitePlan
     from ferrodist.bench.report import Report
-    from ferrodist.bench.targets import Runner
+    from ferrodist.bench.targets import Runner, Target
 
 MIN_ROUNDS = 5  # a case has at least this many rounds, whatever they take
 
@@ -76,7 +77,8 @@ def run_suites(options: BenchOptions, report: Report, display: RunDisplay) -> No
     begin = time.monotonic()
     try:
         for (num_hosts, num_ranks), cases in plan_stages(options.suites).items():
-            _Run(options, report, display, num_hosts, num_ranks).measure(cases)
+            title = format_ranks(num_ranks, num_hosts)
+            _Run(options, report, display, num_hosts, num_ranks, title).measure(cases)
         report.is_complete = True
     finally:
         report.seconds = round(time.monotonic() - begin, 1)
@@ -91,6 +93,7 @@ class _Run:
     display: RunDisplay
     num_hosts: int
     num_ranks: int
+    title: str
 
     def measure(self, cases: Sequence[tuple[SuitePlan, Case]]) -> None:
         """Start the peers, measure the cases, end the peers."""
@@ -98,14 +101,14 @@ class _Run:
             try:
                 hosts = stack.enter_context(EmulatedHosts()) if self.num_hosts > 1 else None
             except PeerFailedError as error:
-                self._skip(f"{self._title}: {error}")
+                self._skip(f"{self.title}: {error}")
                 return
             base = tempfile.gettempdir()
             base = base if len(base) < _MAX_FOLDER_CHARACTERS else "/tmp"  # noqa: S108 - the name can't be guessed
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ferrodist-bench-", dir=base))
             # In the order of the tables, but a missing required peer is to end the run before others start.
             peers = dict.fromkeys(peer for plan, _ in cases for peer in plan.peers)
-            targets: dict[Peer, RankGroup | Iperf3] = {}
+            targets: dict[Peer, Target] = {}
             for peer in sorted(peers, key=lambda peer: peer is not self.options.required):
                 if (target := self._start_peer(peer, Path(folder, peer.value), hosts)) is not None:
                     stack.callback(target.close)
@@ -113,11 +116,7 @@ class _Run:
             for plan, case in cases:
                 self._measure_case(plan.suite, case, [targets[peer] for peer in plan.peers if peer in targets])
 
-    @property
-    def _title(self) -> str:
-        return format_ranks(self.num_ranks, self.num_hosts)
-
-    def _start_peer(self, peer: Peer, folder: Path, hosts: EmulatedHosts | None) -> RankGroup | Iperf3 | None:
+    def _start_peer(self, peer: Peer, folder: Path, hosts: EmulatedHosts | None) -> Target | None:
         """Start a peer; without one, the report says why."""
         facts = PeerReport(peer=peer, num_ranks=self.num_ranks, num_hosts=self.num_hosts)
         self.report.peers.append(facts)
@@ -131,15 +130,18 @@ class _Run:
         except PeerFailedError as error:
             facts.reason = str(error)
             if peer is self.options.required:
-                raise RequiredPeerError(f"{peer.value} can't be measured on {self._title}: {error}") from None
-            self.display.print_lines(f"{peer.title} on {self._title} is left out: {error}")
+                raise RequiredPeerError(f"{peer.value} can't be measured on {self.title}: {error}") from None
+            self.display.print_lines(f"{peer.title} on {self.title} is left out: {error}")
             return None
-        facts.versions, facts.command = target.versions, _format_command(target.command)
+        # Without this machine's paths and this run's options.
+        command = itertools.takewhile(lambda word: word != "--folder", target.command)
+        facts.command = " ".join(Path(word).name if word.startswith("/") else word for word in command)
+        facts.versions = target.versions
         versions = ", ".join(" ".join(item) for item in target.versions.items())
-        self.display.print_lines(f"{peer.title} on {self._title}: {versions}")
+        self.display.print_lines(f"{peer.title} on {self.title}: {versions}")
         return target
 
-    def _measure_case(self, suite: Suite, case: Case, targets: Sequence[RankGroup | Iperf3]) -> None:
+    def _measure_case(self, suite: Suite, case: Case, targets: Sequence[Target]) -> None:
         size = f" of {format_bytes(case.size_bytes)}" if case.size_bytes else ""
         title = f"{case.operation.value}{size} on {case.num_ranks} ranks"
         self.display.begin_case(title)
@@ -159,11 +161,7 @@ class _Run:
 
 
 def measure_case(
-    suite: Suite,
-    case: Case,
-    targets: Sequence[RankGroup | Iperf3],
-    options: BenchOptions,
-    on_round: Callable[[float], None],
+    suite: Suite, case: Case, targets: Sequence[Target], options: BenchOptions, on_round: Callable[[float], None]
 ) -> CaseReport:
     """Measure all peers that support a case, and note why others don't; ``on_round`` gets the share of rounds done."""
     report = CaseReport(suite=suite, num_elements=case.num_elements, **dataclasses.asdict(case))
@@ -202,9 +200,3 @@ def _record_errors(peer: Peer, report: CaseReport) -> Iterator[None]:
         report.not_offered[peer] = str(error)
     except PeerFailedError as error:
         report.failures[peer] = str(error)
-
-
-def _format_command(command: Sequence[str]) -> str:
-    """A command without this machine's paths and this run's options."""
-    end = command.index("--folder") if "--folder" in command else len(command)
-    return " ".join(Path(word).name if word.startswith("/") else word for word in command[:end])

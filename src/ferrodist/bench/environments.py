@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.bench.cases import Peer
 from ferrodist.errors import BackendUnavailable
-from ferrodist.launch.mpi import find_mpiexec, is_open_mpi, mpiexec_command
+from ferrodist.launch.mpiexec import find_mpiexec, is_open_mpi, mpiexec_command
 from ferrodist.rendezvous.secret import SECRET_VARIABLE, make_secret
 
 if TYPE_CHECKING:
@@ -169,8 +169,7 @@ def start_commands(
     """The commands that start a peer's ranks: one for each, or one that starts all."""
     options = ["--folder", f"{folder}", "--peer", peer.value, "--num-ranks", f"{num_ranks}"]
     if peer.mpi_wheel is None:
-        if hosts is not None:
-            options += ["--init-method", hosts.init_method(peer)]
+        options += ["--init-method", f"file://{folder / 'meeting'}" if hosts is None else hosts.init_method(peer)]
         module = [sys.executable, "-m", "ferrodist.bench.worker", *options]
         if peer in {Peer.OVER_MPI, Peer.MPI4PY}:  # over the MPI that this interpreter's mpi4py loads
             try:

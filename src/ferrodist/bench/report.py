@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 LOSS_MARK = "<- faster than ferrodist"
+
+_BUSY_LOAD = 0.3  # of a processor; above, other processes took so much time that the figures can't be trusted
 
 _PLOTTED_SUITES = {Suite.COLLECTIVES, Suite.MESSAGES, Suite.HOSTS}
 _PANEL_INCHES = (4.2, 3.4)
@@ -46,11 +47,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     system: str  # kernel and architecture
     python: str
     load: float
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether other processes took so much time that the figures can't be trusted."""
-        return self.load > 0.3 * self.num_processors
 
 
 def describe_machine() -> Machine:
@@ -230,7 +226,7 @@ def summary_lines(report: Report) -> list[str]:
         best = min(faster, key=lambda measured: measured.median)
         values = f"{best.peer.title} {case.format_value(best.median)}, ferrodist {case.format_value(ours.median)}"
         lines.append(f"  {case.title}: {values}")
-    if report.machine.is_busy:
+    if report.machine.load > _BUSY_LOAD * report.machine.num_processors:
         lines.append(
             f"The machine was busy when the run began (load {report.machine.load:.1f} on"
             f" {report.machine.num_processors} processors): these figures say little."
@@ -253,7 +249,6 @@ def save_plot(path: Path, report: Report) -> bool:
     num_rows = -(-len(groups) // num_columns)
     size = (_PANEL_INCHES[0] * num_columns, _PANEL_INCHES[1] * num_rows + 1.2)
     figure = Figure(figsize=size, layout="constrained", dpi=100)
-    FigureCanvasAgg(figure)
     panels = figure.subplots(num_rows, num_columns, squeeze=False).flat
     for axes, cases in zip_longest(panels, groups.values()):
         if cases is None:

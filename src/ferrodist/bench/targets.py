@@ -26,7 +26,7 @@ from ferrodist.bench.environments import NUM_HOSTS, PeerFailedError, rank_enviro
 from ferrodist.bench.report import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     from ferrodist.bench.cases import Case, DataType
@@ -289,8 +289,11 @@ class RankRunner(Runner):
         # Groups: from the first rank's call to the last one's return. Copies, too, as they don't wait for each other:
         # ranks that share a processor may copy one after the other.
         as_one = operation in GROUP_CREATIONS or self._group.peer is Peer.LIMIT
-        seconds = max(map(_span, [answers] if as_one else [[answer] for answer in answers]))
-        return seconds / num_calls / (2 if operation is Operation.SEND_RECV else 1)  # of a round trip
+        spans: list[int] = [
+            max(answer["end"] for answer in some) - min(answer["begin"] for answer in some)
+            for some in ([answers] if as_one else zip(answers, strict=True))
+        ]
+        return max(spans) / 1e9 / num_calls / (2 if operation is Operation.SEND_RECV else 1)  # of a round trip
 
     def _run_overlap(self, num_products: int) -> float:
         """Run a batch; returns the ratio."""
@@ -312,11 +315,6 @@ class RankRunner(Runner):
     def _calls_in(self, duration: float, seconds: float) -> int:
         """The number of calls of ``seconds`` each that fit into a duration."""
         return max(1, min(self._max_calls, round(duration / max(seconds, 1e-9))))
-
-
-def _span(answers: Sequence[dict[str, Any]]) -> float:
-    """Seconds from the first rank's begin to the last one's end."""
-    return float(max(answer["end"] for answer in answers) - min(answer["begin"] for answer in answers)) / 1e9
 
 
 class Iperf3:
@@ -365,6 +363,9 @@ class Iperf3:
 
     def release(self) -> None:
         """Free nothing."""
+
+
+Target = RankGroup | Iperf3
 
 
 def parse_iperf3_rate(text: str) -> float:

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     option("--peer", type=Peer, required=True)
     option("--num-ranks", type=int, required=True)
     option("--rank", type=int, default=0, help="MPI ranks learn theirs from the library")
-    option("--init-method", default="", help="the rendezvous of ranks on several hosts; on one host a file does")
+    option("--init-method", default="", help="the rendezvous; MPI ranks have their own")
     info = RankInfo(**vars(parser.parse_args(arguments)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles it
     connection = Client(str(info.folder / "socket"))
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with connection, contextlib.suppress(EOFError):  # the driver has ended
         serve(connection, adapter, barrier)
     barrier.close()
-    adapter.close()
+    adapter.destroy_group()
 
 
 def open_adapter(info: RankInfo) -> Adapter:
@@ -201,20 +201,15 @@ class Workload:
         memory = self._arrays.empty(count * stride, self._case.dtype)
         return [memory[index * stride : index * stride + num_elements] for index in range(count)]
 
-    def _base(self) -> Any:
-        """One period of this batch, before the rank is added and it is scaled."""
-        start = 31 * self._batch % _PERIOD
-        return self._two_periods[start : start + _PERIOD]
-
     def _input(self, rank: int) -> Any:
         """One period of a rank's input in this batch."""
-        return self._pattern(
-            self._base(), 1 + self._batch % 2 + (rank % 4 if self._case.operation in REDUCTIONS else rank)
-        )
+        return self._pattern(1 + self._batch % 2 + (rank % 4 if self._case.operation in REDUCTIONS else rank))
 
-    def _pattern(self, values: Any, plus: int, factor: int = 1) -> Any:
-        dtype = self._case.dtype
-        return self._arrays.scale(values, plus, factor * 2.0**dtype.start_exponent, dtype)
+    def _pattern(self, plus: int, factor: int = 1, num_ranks: int = 1) -> Any:
+        """One period of this batch, a multiple of which is added up, moved and scaled."""
+        start, dtype = 31 * self._batch % _PERIOD, self._case.dtype
+        base = self._two_periods[start : start + _PERIOD] * num_ranks
+        return self._arrays.scale(base, plus, factor * 2.0**dtype.start_exponent, dtype)
 
     def _expected(self, uses: int) -> list[tuple[int, int, Any, int]]:
         """The chunks of a result: begin, end, the period, and the index in the period at which the chunk begins."""
@@ -231,10 +226,9 @@ class Workload:
             begin = self._rank * part if case.operation is Operation.ALL_TO_ALL else 0
             return [(r * part, (r + 1) * part, self._input(r), begin) for r in range(num_ranks)]
         offsets = sum(1 + self._batch % 2 + rank % 4 for rank in range(num_ranks))
-        bases = self._base() * num_ranks
         if case.operation is Operation.REDUCE_SCATTER:
-            return [(0, part, self._pattern(bases, offsets), self._rank * part)]
-        return [(0, total, self._pattern(bases, offsets, num_ranks ** (uses - 1)), 0)]
+            return [(0, part, self._pattern(offsets, 1, num_ranks), self._rank * part)]
+        return [(0, total, self._pattern(offsets, num_ranks ** (uses - 1), num_ranks), 0)]
 
     def _find_difference(self, array: Any, begin: int, end: int, pattern: Any, phase: int) -> str | None:
         index = begin

@@ -21,7 +21,6 @@ from ferrodist.arguments import check_int
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.checkpoint.commit import remove_uncommitted
 from ferrodist.checkpoint.consensus import all_or_none, call_on_all, resolve_group_or_alone, run_on_rank0
-from ferrodist.checkpoint.retention import remove_old
 from ferrodist.checkpoint.save import Save, SaveOptions
 from ferrodist.checkpoint.save_plan import DEFAULT_FILE_BYTES
 from ferrodist.checkpoint.storage import join_path, open_storage
@@ -38,7 +37,10 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.save_plan import Span
     from ferrodist.checkpoint.shard_metadata import ShardMetadata
 
+_logger = logging.getLogger(__name__)
+
 _ALIGNMENT = 64
+_STEP_FOLDER = re.compile(r"step-\d{8,}")
 
 
 class StagingBuffer:
@@ -60,10 +62,6 @@ class StagingBuffer:
         for (span, view), slot in zip(views.items(), slots, strict=True):
             copies[span] = slot[: view.nbytes].view(view.dtype).view(span.shape).copy_(view)
         return copies.__getitem__
-
-
-_logger = logging.getLogger(__name__)
-_STEP_FOLDER = re.compile(r"step-\d{8,}")
 
 
 class CheckpointFuture:
@@ -145,7 +143,7 @@ class AsyncCheckpointer:
 
     def __init__(
         self,
-        dir: str | os.PathLike[str],  # noqa: A002 - the name it has in ferrotorch
+        dir: str | os.PathLike[str],  # noqa: A002 - a public name
         *,
         group: Backend | None = None,
         queue: int = 0,
@@ -241,9 +239,7 @@ class AsyncCheckpointer:
         try:
             # The time in the queue doesn't count.
             save.write_and_commit(self._own_group, Deadline(self._timeout), find)
-            keep_last, storage_options = self._options.keep_last, self._options.storage_options
-            if keep_last is not None and self.rank == 0:
-                remove_old(save.storage.url, keep_last, storage_options, _STEP_FOLDER)
+            save.remove_old_checkpoints(_STEP_FOLDER)
         finally:
             with self._lock:
                 self._free.append(buffer)

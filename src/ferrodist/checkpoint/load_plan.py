@@ -20,6 +20,7 @@ from ferrodist.checkpoint.format.tree import (
     split_node,
     tensor_key,
 )
+from ferrodist.checkpoint.optimizer_state import OptimizerState, empty_shard_like
 from ferrodist.checkpoint.state import (
     Stateful,
     check_tensor,
@@ -28,7 +29,6 @@ from ferrodist.checkpoint.state import (
     refuse_optimizer,
     tensor_identity,
 )
-from ferrodist.checkpoint.state_objects import OptimizerState, empty_shard_like
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.local_shards import LocalShard, flat_shard_of, local_shard
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
     Builder = Callable[[], Any]
     """Returns the loaded value of a node once all tensors are filled."""
+
+
+_LOAD_AS_SAVED = "put None there to load it as it was saved"
 
 
 class Placed:
@@ -87,23 +90,29 @@ class LoadPlanner:
     def match(self, node: Any, into: Any, path: tuple[object, ...] = ()) -> Builder:
         """Match a node with ``into`` and return a builder of the loaded value."""
         check_depth(path)
-        matchers: tuple[tuple[type | tuple[type, ...], Callable[[Any, Any, tuple[object, ...]], Builder]], ...] = (
-            (torch.Tensor, self._add_tensor),
-            (Placed, self._match_placed),
-            (torch.nn.Module, self._match_module),
-            (OptimizerState, self._match_optimizer),
-            (PerRank, self._match_per_rank),
-            (torch.optim.Optimizer, lambda *of: refuse_optimizer(of[2])),
-            (Stateful, self._match_stateful),
-            ((Counter, torch.Size), lambda node, _, path: self.decode(node, path)),
-            (Mapping, self._match_mapping),
-            ((list, tuple), self._match_sequence),
-        )
-        for kind, matcher in matchers:
-            is_empty = type(into) in (dict, list, tuple) and not into  # asks for the saved one
-            if isinstance(into, kind) and not is_empty:
-                return matcher(node, into, path)
-        return self.decode(node, path)
+        matcher: Callable[[Any, Any, tuple[object, ...]], Builder]
+        match into:
+            case torch.Tensor():
+                matcher = self._add_tensor
+            case Placed():
+                matcher = self._match_placed
+            case torch.nn.Module():
+                matcher = self._match_module
+            case OptimizerState():
+                matcher = self._match_optimizer
+            case PerRank():
+                matcher = self._match_per_rank
+            case torch.optim.Optimizer():
+                refuse_optimizer(path)
+            case Stateful():
+                matcher = self._match_stateful
+            case Mapping() if not isinstance(into, Counter) and (into or type(into) is not dict):
+                matcher = self._match_mapping
+            case list() | tuple() if not isinstance(into, torch.Size) and (into or type(into) not in (list, tuple)):
+                matcher = self._match_sequence
+            case _:  # also an empty dict, list or tuple: it asks for the saved value
+                return self.decode(node, path)
+        return matcher(node, into, path)
 
     def decode(self, node: Any, path: tuple[object, ...] = ()) -> Builder:
         """Return a builder of a node's full value, with full tensors."""
@@ -141,7 +150,9 @@ class LoadPlanner:
 
     def _key(self, node: Any, path: tuple[object, ...]) -> str:
         if not isinstance(node, dict) or not ({"tensor", "array"} & set(node)):
-            raise DistCheckpointError(f"{path_text(path)} should be a tensor, but the saved value is not one")
+            raise DistCheckpointError(
+                f"{path_text(path)} should be a tensor, but the saved value is not one: {_LOAD_AS_SAVED}"
+            )
         key: str = node.get("tensor") or node["array"]
         return key
 
@@ -157,7 +168,7 @@ class LoadPlanner:
         if not _is_safe_cast(dtype_from_name(saved.dtype), into.dtype):
             raise DistCheckpointError(
                 f"{path_text(path)} is {into.dtype}, and was saved as torch.{saved.dtype}, which doesn't convert to it"
-                " without loss of more than digits"
+                " without losing more than precision: load it into a tensor of the saved dtype, and convert that"
             )
         self.used.add(key)
         self.targets.append((key, tensor, into))
@@ -173,7 +184,9 @@ class LoadPlanner:
 
     def _match_per_rank(self, node: Any, into: PerRank, path: tuple[object, ...], *, is_wanted: bool = True) -> Builder:
         if not isinstance(node, dict) or "per_rank" not in node:
-            raise DistCheckpointError(f"{path_text(path)} should be PerRank, but was not saved as one")
+            raise DistCheckpointError(
+                f"{path_text(path)} should be PerRank, but was not saved as one: load it into the value alone"
+            )
         saved = node["per_rank"]
         if self.world_size == self.manifest.world_size:
             if str(self.rank) in saved:
@@ -208,7 +221,9 @@ class LoadPlanner:
         """Match a dict; ``first_names`` maps names of tied tensors to the first name of each."""
         saved = _keys_and_nodes(node)
         if saved is None:
-            raise DistCheckpointError(f"{path_text(path)} should be a dict, but the saved value is not one")
+            raise DistCheckpointError(
+                f"{path_text(path)} should be a dict, but the saved value is not one: {_LOAD_AS_SAVED}"
+            )
         builders: dict[Any, Builder] = {}
         for key, target in into.items():
             if key in saved:
@@ -235,7 +250,7 @@ class LoadPlanner:
             found = counted(len(saved), "member") if isinstance(saved, list) else "something else"
             raise DistCheckpointError(
                 f"{path_text(path)} should be {with_article(kind.__name__)} of {len(into)}, and was saved as {found}:"
-                " put None there to load it as it was saved"
+                f" {_LOAD_AS_SAVED}"
             )
         builders = [self.match(each, into[index], (*path, index)) for index, each in enumerate(saved)]
         return lambda: kind([build() for build in builders])
@@ -243,10 +258,10 @@ class LoadPlanner:
     def _match_module(self, node: Any, into: torch.nn.Module, path: tuple[object, ...]) -> Builder:
         state = module_state(into)
         inner = inner_module(into)
-        own = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
+        tensor_ids = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
         saved = _keys_and_nodes(node) or {}
         # Extra state and other values go through load_state_dict.
-        others = [key for key, value in state.items() if key in saved and id(value) not in own]
+        others = [key for key, value in state.items() if key in saved and id(value) not in tensor_ids]
         # None for values that are loaded as saved.
         wanted = {
             key: value if isinstance(value, torch.Tensor) and not key.endswith("_extra_state") else None
@@ -272,14 +287,14 @@ class LoadPlanner:
 
         return finish
 
-    def _match_saved(self, node: Any, own: Any, path: tuple[object, ...]) -> Builder:
+    def _match_saved(self, node: Any, current: Any, path: tuple[object, ...]) -> Builder:
         """Match all that a node has, with tensors sharded as they are now if they are."""
-        if isinstance(own, Mapping) and isinstance(node, dict) and "dict" in node:
+        if isinstance(current, Mapping) and isinstance(node, dict) and "dict" in node:
             members = node["dict"].items()
-            builders = {key: self._match_saved(each, own.get(key), (*path, key)) for key, each in members}
+            builders = {key: self._match_saved(each, current.get(key), (*path, key)) for key, each in members}
             return lambda: {key: build() for key, build in builders.items()}
-        if isinstance(own, torch.Tensor) and (isinstance(own, DTensor) or flat_shard_of(own) is not None):
-            return self._add_tensor(node, empty_shard_like(own, own.dtype), path)
+        if isinstance(current, torch.Tensor) and (isinstance(current, DTensor) or flat_shard_of(current) is not None):
+            return self._add_tensor(node, empty_shard_like(current, current.dtype), path)
         return self.decode(node, path)
 
     def _shapes(self, nodes: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -290,16 +305,13 @@ class LoadPlanner:
 
     def _match_optimizer(self, node: Any, into: OptimizerState, path: tuple[object, ...]) -> Builder:
         try:
-            saved, groups = node["dict"]["state"]["dict"], node["dict"]["param_groups"]
-            entries = {name: each["dict"] for name, each in saved.items()}
-            params = [group["dict"]["params"] for group in groups]
-            names = [[str(name) for name in (each["dict"] if isinstance(each, dict) else each)] for each in params]
+            entries, groups, names = _parse_optimizer_node(node)
         except (TypeError, KeyError, AttributeError):
             raise DistCheckpointError(
-                f"{path_text(path)} should be an OptimizerState, but the saved value is not one"
+                f"{path_text(path)} should be an OptimizerState, but the saved value is not one: {_LOAD_AS_SAVED}"
             ) from None
         into.check_groups(names, path_text(path))
-        shapes = {name: self._shapes(own) for name, own in entries.items()}
+        shapes = {name: self._shapes(nodes) for name, nodes in entries.items()}
         made = into.targets(shapes)
         builders = {
             name: {
@@ -308,11 +320,11 @@ class LoadPlanner:
             }
             for name in made
         }
-        self._note_unexpected(saved, made, (*path, "state"))
+        self._note_unexpected(node["dict"]["state"]["dict"], made, (*path, "state"))
         build_groups = self.decode(groups, (*path, "param_groups"))
 
         def finish() -> OptimizerState:
-            state = {name: {key: build() for key, build in own.items()} for name, own in builders.items() if own}
+            state = {name: {key: build() for key, build in each.items()} for name, each in builders.items() if each}
             into.load_state_dict({"state": state, "param_groups": build_groups()})
             return into
 
@@ -328,6 +340,22 @@ _SEQUENCE_TYPES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def _parse_optimizer_node(node: Any) -> tuple[dict[str, dict[str, Any]], Any, list[list[str]]]:
+    """Return the nodes of each parameter's state, the node of the groups, and the parameter names of each group.
+
+    Raises TypeError, KeyError or AttributeError for the node of anything but an `OptimizerState`.
+    """
+    root = node["dict"]
+    entries = {name: each["dict"] for name, each in root["state"]["dict"].items()}
+    names = []
+    for group in root["param_groups"]:
+        params = group["dict"]["params"]
+        # A dict if the ranks have parts of the model: a list would have to be the same on all; see `OptimizerState`.
+        members = params["dict"] if isinstance(params, dict) else params
+        names.append([str(name) for name in members])
+    return entries, root["param_groups"], names
+
+
 def _keys_and_nodes(node: Any) -> dict[Any, Any] | None:
     """Return the children of a dict's node; None for other nodes."""
     if isinstance(node, dict) and "dict" in node:
@@ -339,9 +367,9 @@ def _keys_and_nodes(node: Any) -> dict[Any, Any] | None:
 
 def _is_tied_and_saved(tensor: torch.Tensor, into: Mapping[Any, Any], saved: Collection[Any]) -> bool:
     """Return whether a tensor is tied to one that was saved: other writers save tied tensors once, under any name."""
-    own = tensor_identity(tensor)
+    identity = tensor_identity(tensor)
     others = (other for key, other in into.items() if key in saved and isinstance(other, torch.Tensor))
-    return any(tensor_identity(other) == own for other in others)
+    return any(tensor_identity(other) == identity for other in others)
 
 
 def _tied_name(key: Any, saved: Mapping[Any, Any], first_names: Mapping[str, str]) -> str | None:

@@ -24,6 +24,7 @@ from ferrodist.checkpoint.format.manifest import (
     hash_bytes,
 )
 from ferrodist.checkpoint.format.safetensors import dtype_from_name
+from ferrodist.collectives.arguments import bytes_of
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 from ferrodist.wording import counted
@@ -128,42 +129,42 @@ class CheckpointReader:
             if common is None:
                 continue
             missing -= common.numel
-            run = _RowMajorRange(key, shard, dtype, 0, tuple(shard.shape))
-            self._read_range(run, common.within(saved), common.within(box).take(target))
+            source = _RowMajorRange(key, shard, dtype, 0, tuple(shard.shape))
+            self._read_range(source, common.within(saved), common.within(box).take(target))
         if missing:
             raise DistCheckpointError(
                 f"{self._storage.url} lacks {counted(missing, 'element')} of tensor {key!r}, though its"
                 " manifest says it is whole"
             )
 
-    def _read_range(self, run: _RowMajorRange, box: Box, target: torch.Tensor) -> None:
+    def _read_range(self, source: _RowMajorRange, box: Box, target: torch.Tensor) -> None:
         """Fill ``target`` with a box of a row-major range."""
-        shape, itemsize = run.shape, run.dtype.itemsize
+        shape, itemsize = source.shape, source.dtype.itemsize
         row_bytes = prod(shape[1:]) * itemsize
         # Consecutive full rows are one range of bytes.
-        is_run = all(size == whole for size, whole in zip(box.shape[1:], shape[1:], strict=True))
-        first = run.start + box.offsets[0] * row_bytes if box.offsets else run.start
+        has_full_rows = all(size == whole for size, whole in zip(box.shape[1:], shape[1:], strict=True))
+        first = source.start + box.offsets[0] * row_bytes if box.offsets else source.start
         is_row_major = target.is_contiguous() and not target.is_conj() and not target.is_neg()
-        if is_run and is_row_major and target.dtype is run.dtype and target.device.type == "cpu":
-            self._read_bytes(run.key, run.shard, first, memory_of(target))
+        if has_full_rows and is_row_major and target.dtype is source.dtype and target.device.type == "cpu":
+            self._read_bytes(source.key, source.shard, first, bytes_of(target))
             return
         num_rows = box.shape[0] if box.shape else 1
         if row_bytes > _LONG_ROW_BYTES:
             inner = Box(box.offsets[1:], box.shape[1:])
             for row in range(num_rows):
-                below = _RowMajorRange(run.key, run.shard, run.dtype, first + row * row_bytes, shape[1:])
+                below = _RowMajorRange(source.key, source.shard, source.dtype, first + row * row_bytes, shape[1:])
                 self._read_range(below, inner, target[row])
             return
         rows_per_read = max(1, _READ_BYTES // max(1, row_bytes))
         for row in range(0, num_rows, rows_per_read):
             count = min(rows_per_read, num_rows - row)
-            rows = torch.empty((count, *shape[1:]) if box.shape else (), dtype=run.dtype, device="cpu")
-            self._read_bytes(run.key, run.shard, first + row * row_bytes, memory_of(rows))
+            rows = torch.empty((count, *shape[1:]) if box.shape else (), dtype=source.dtype, device="cpu")
+            self._read_bytes(source.key, source.shard, first + row * row_bytes, bytes_of(rows))
             if box.shape:
                 inner = Box((0, *box.offsets[1:]), (count, *box.shape[1:]))
-                put_elements(target[row : row + count], inner.take(rows), run.key)
+                put_elements(target[row : row + count], inner.take(rows), source.key)
             else:
-                put_elements(target, rows, run.key)
+                put_elements(target, rows, source.key)
 
     def _read_bytes(self, key: str, shard: ShardEntry, start: int, into: memoryview) -> None:
         """Fill memory with bytes of a shard."""
@@ -258,9 +259,3 @@ def _overflows(elements: torch.Tensor, dtype: torch.dtype) -> bool:
     back = elements.to(dtype).to(elements.dtype)
     lost = ~back.isfinite() | (elements.abs() > limits.max * (1 + limits.eps))
     return bool((lost & elements.isfinite()).any())
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the writable memory of a contiguous CPU tensor."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type] # mypy's NumPy lacks the protocol

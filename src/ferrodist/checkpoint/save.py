@@ -36,11 +36,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ferrodist.arguments import check_int
+from ferrodist.checkpoint.checkpoint_folder import remove_old
 from ferrodist.checkpoint.commit import check_owned, commit, make_manifest, remove_dead_saves
 from ferrodist.checkpoint.consensus import Phase, Rank0Exchange, call_on_all, is_of_group, resolve_group_or_alone
 from ferrodist.checkpoint.format.manifest import hash_bytes
 from ferrodist.checkpoint.format.safetensors import dtype_name
-from ferrodist.checkpoint.retention import remove_old
 from ferrodist.checkpoint.save_plan import (
     DEFAULT_FILE_BYTES,
     BoxReport,
@@ -53,13 +53,14 @@ from ferrodist.checkpoint.save_plan import (
 )
 from ferrodist.checkpoint.state import Encoder, PartialSums, collect_state
 from ferrodist.checkpoint.storage import Storage, open_storage, parent_path
-from ferrodist.checkpoint.writer import FileReport, bytes_of, hash_blocks, write_file
+from ferrodist.checkpoint.writer import FileReport, hash_blocks, row_major_bytes, write_file
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import DistributedError
 from ferrodist.tensor.local_shards import local_shard
 
 if TYPE_CHECKING:
     import os
+    import re
     from collections.abc import Callable, Mapping, Sequence
 
     import torch
@@ -113,8 +114,7 @@ def save_distributed(
     save = Save(path, group, options)
     save.prepare(state, "open a checkpoint", deadline)
     save.write_and_commit(group, deadline)
-    if keep_last is not None and group.rank == 0:
-        remove_old(save.storage.url, keep_last, storage_options)
+    save.remove_old_checkpoints()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +186,11 @@ class Save:
         """Describe this rank's shard of a tensor, and keep views of its boxes."""
         shards = self._options.shards
         shard = shards.part(key, tensor, encoder.rank) if shards else local_shard(tensor)
-        is_compared = self._options.check_replicas and shard.is_replicated and key not in encoder.own
+        is_compared = self._options.check_replicas and shard.is_replicated and key not in encoder.per_rank_keys
         boxes = []
         for box, view in [] if key in encoder.unsaved else shard.boxes:
             self._views[Span(key, box.offsets, box.shape)] = view
-            digest = hash_bytes("".join(hash_blocks(bytes_of(view.cpu()))).encode()) if is_compared else None
+            digest = hash_bytes("".join(hash_blocks(row_major_bytes(view.cpu()))).encode()) if is_compared else None
             boxes.append(BoxReport(box.offsets, box.shape, digest, self._partials.addend(tensor)))
         return TensorReport(tuple(shard.shape), dtype_name(shard.dtype), shard.placement, boxes, encoder.paths[key])
 
@@ -246,6 +246,11 @@ class Save:
         manifest = make_manifest(self._plan, reports, save_id=self._save_id, world_size=len(reports))
         commit(self.storage, manifest, deadline)
         return [b""] * len(reports)
+
+    def remove_old_checkpoints(self, name_pattern: re.Pattern[str] | None = None) -> None:
+        """Remove checkpoints beyond ``keep_last``, on rank 0; see `remove_old`."""
+        if self._options.keep_last is not None and self._group.rank == 0:
+            remove_old(self.storage.url, self._options.keep_last, self._options.storage_options, name_pattern)
 
     def discard(self, error: BaseException) -> None:
         """Remove the files written so far, because of ``error``."""

@@ -27,6 +27,11 @@ from ferrodist.errors import DistCheckpointError, ranks_text
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+DEFAULT_FILE_BYTES = 5 * 10**9
+"""The file size limit of Hugging Face's tools."""
+
+_SHARD_NAME = re.compile(r"(.*)\[\d+:\d+(?:, \d+:\d+)*\]", re.DOTALL)
+
 
 def merge_trees(nodes: Mapping[int, Node], path: tuple[object, ...] = ()) -> Node:
     """Merge the ranks' state trees into one; dicts may have different keys, all else must be equal."""
@@ -93,12 +98,6 @@ def _abbreviate(node: Node) -> str:
     return text if len(text) < 100 else f"{text[:100]}..."
 
 
-DEFAULT_FILE_BYTES = 5 * 10**9
-"""The file size limit of Hugging Face's tools."""
-
-_SHARD_NAME = re.compile(r"(.*)\[\d+:\d+(?:, \d+:\d+)*\]", re.DOTALL)
-
-
 class BoxReport(msgspec.Struct, frozen=True, array_like=True):
     """A box of a tensor on one rank."""
 
@@ -110,12 +109,17 @@ class BoxReport(msgspec.Struct, frozen=True, array_like=True):
     """Identifies this rank's addend of a partial sum; replicas are compared addend by addend."""
 
 
-class TensorReport(msgspec.Struct, array_like=True):
-    """One rank's shard of a tensor."""
+class TensorDescription(msgspec.Struct, array_like=True):
+    """A tensor's description, equal on all ranks."""
 
     shape: tuple[int, ...]
     dtype: str
     placement: str
+
+
+class TensorReport(TensorDescription, array_like=True):
+    """One rank's shard of a tensor."""
+
     boxes: list[BoxReport]
     state_path: str = ""
     """The tensor's path in the state."""
@@ -124,7 +128,7 @@ class TensorReport(msgspec.Struct, array_like=True):
 class StateReport(msgspec.Struct, array_like=True):
     """One rank's tree and shards."""
 
-    tree: Any
+    tree: Node
     tensors: dict[str, TensorReport]
 
 
@@ -146,8 +150,8 @@ class FilePlan(msgspec.Struct, array_like=True):
 class SavePlan(msgspec.Struct):
     """The plan of all ranks."""
 
-    tree: Any
-    tensors: dict[str, TensorReport]
+    tree: Node
+    tensors: dict[str, TensorDescription]
     files: list[list[FilePlan]]
 
 
@@ -155,7 +159,7 @@ def plan_save(reports: Sequence[StateReport], *, prefix: str, max_file_bytes: in
     """Assign each box to one rank that has it, and to a file."""
     tree = merge_trees({rank: report.tree for rank, report in enumerate(reports)})
     wanted = set(referenced_keys(tree))
-    tensors: dict[str, TensorReport] = {}
+    tensors: dict[str, TensorDescription] = {}
     owners: dict[str, dict[Span, list[int]]] = {}
     for key in dict.fromkeys(key for report in reports for key in report.tensors):
         by_rank = {rank: report.tensors[key] for rank, report in enumerate(reports) if key in report.tensors}
@@ -168,8 +172,7 @@ def plan_save(reports: Sequence[StateReport], *, prefix: str, max_file_bytes: in
     _check_names(owners)
     sizes = {key: dtype_from_name(tensor.dtype).itemsize for key, tensor in tensors.items()}
     assigned = _assign_owners((item for spans in owners.values() for item in spans.items()), sizes, len(reports))
-    # Larger elements first, so that all are aligned to their size.
-    order = {key: (-sizes[key], index) for index, key in enumerate(tensors)}
+    order = write_order(tensors)
     binned = [
         _split_into_files(sorted(spans, key=lambda span: (order[span.key], span.offsets)), sizes, max_file_bytes)
         for spans in assigned
@@ -178,6 +181,12 @@ def plan_save(reports: Sequence[StateReport], *, prefix: str, max_file_bytes: in
     names = (f"{prefix}-{index:05d}-of-{total:05d}.safetensors" for index in range(1, total + 1))
     files = [[FilePlan(next(names), spans) for spans in each] for each in binned]
     return SavePlan(tree, tensors, files)
+
+
+def write_order(tensors: Mapping[str, TensorDescription]) -> dict[str, int]:
+    """Return the position of each tensor in files: larger elements first, so that all are aligned to their size."""
+    in_order = sorted(tensors, key=lambda key: -dtype_from_name(tensors[key].dtype).itemsize)
+    return {key: position for position, key in enumerate(in_order)}
 
 
 def _check_empty(key: str, by_rank: Mapping[int, TensorReport]) -> None:
@@ -191,7 +200,7 @@ def _check_empty(key: str, by_rank: Mapping[int, TensorReport]) -> None:
         )
 
 
-def _check_same_tensor(key: str, by_rank: Mapping[int, TensorReport]) -> TensorReport:
+def _check_same_tensor(key: str, by_rank: Mapping[int, TensorReport]) -> TensorDescription:
     first_rank, first = next(iter(by_rank.items()))
     for rank, other in by_rank.items():
         if other.state_path != first.state_path:
@@ -207,7 +216,7 @@ def _check_same_tensor(key: str, by_rank: Mapping[int, TensorReport]) -> TensorR
                 " PerRank(value)",
                 ranks=(first_rank, rank),
             )
-    return TensorReport(first.shape, first.dtype, first.placement, [])
+    return TensorDescription(first.shape, first.dtype, first.placement)
 
 
 def _find_owners(key: str, by_rank: Mapping[int, TensorReport]) -> dict[Span, list[int]]:

@@ -21,7 +21,7 @@ from ferrodist.checkpoint.format.tree import (
     check_collisions,
     check_depth,
     encode_key,
-    encode_plain,
+    encode_leaf,
     path_text,
     tensor_key,
 )
@@ -160,7 +160,7 @@ class Encoder:
     """Tensors by key; tied tensors are here once."""
     paths: dict[str, str] = field(default_factory=dict)
     """The path of each tensor in the state."""
-    own: set[str] = field(default_factory=set)
+    per_rank_keys: set[str] = field(default_factory=set)
     """The keys of tensors within a `PerRank`, which only this rank has."""
     unsaved: set[str] = field(default_factory=set)
     """The keys of tensors that another rank saves."""
@@ -188,7 +188,7 @@ class Encoder:
             members = [self.encode(each, (*path, index)) for index, each in enumerate(value)]
             mark = "size" if isinstance(value, torch.Size) else "tuple"
             return members if isinstance(value, list) else {mark: members}
-        return encode_plain(value, path)
+        return encode_leaf(value, path)
 
     def _encode_per_rank(self, value: Any, path: tuple[object, ...]) -> Node:
         before, known, was_own = set(self.tensors), self._keys_by_identity, self._in_per_rank
@@ -198,7 +198,7 @@ class Encoder:
             node = self.encode(value, (*path, f"rank{self.rank}"))
         finally:
             self._keys_by_identity, self._in_per_rank = known, was_own
-        self.own |= set(self.tensors) - before
+        self.per_rank_keys |= set(self.tensors) - before
         return node
 
     def _encode_mapping(self, value: Mapping[Any, Any], path: tuple[object, ...]) -> Node:

@@ -15,7 +15,7 @@ from ferrodist.checkpoint.format.safetensors import LENGTH_BYTES, dtype_from_nam
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ferrodist.checkpoint.save_plan import FilePlan, Span, TensorReport
+    from ferrodist.checkpoint.save_plan import FilePlan, Span, TensorDescription
     from ferrodist.checkpoint.storage.base import FileWriter, Storage
 
 BLOCK_BYTES = 4 << 20
@@ -33,7 +33,7 @@ class FileReport(msgspec.Struct, array_like=True):
     hashes: list[list[str]]
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
+def row_major_bytes(tensor: torch.Tensor) -> memoryview:
     """Return a CPU tensor's elements as row-major bytes, copied only if they aren't contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type] # mypy's NumPy lacks the protocol
@@ -47,7 +47,9 @@ def hash_blocks(data: memoryview) -> list[str]:
 class FileStream:
     """A file that is filled with the spans of its plan, in order."""
 
-    def __init__(self, storage: Storage, save_id: str, plan: FilePlan, tensors: Mapping[str, TensorReport]) -> None:
+    def __init__(
+        self, storage: Storage, save_id: str, plan: FilePlan, tensors: Mapping[str, TensorDescription]
+    ) -> None:
         self.plan = plan
         self._storage = storage
         self._save_id = save_id
@@ -126,14 +128,14 @@ def write_file(
     storage: Storage,
     save_id: str,
     plan: FilePlan,
-    tensors: Mapping[str, TensorReport],
+    tensors: Mapping[str, TensorDescription],
     find: Callable[[Span], torch.Tensor],
 ) -> FileReport:
     """Write a file durably; ``find`` returns a span's elements on the CPU. On an error the file is removed."""
     stream = FileStream(storage, save_id, plan, tensors)
     try:
         for span in plan.spans:
-            data = bytes_of(find(span))
+            data = row_major_bytes(find(span))
             for at in range(0, len(data), _WRITE_BYTES):
                 stream.add(span, data[at : at + _WRITE_BYTES])
         stream.close()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
 
-    from ferrodist.checkpoint.tools.reshard import RewriteOptions
+    from ferrodist.checkpoint.tools.rewrite import RewriteOptions
 
     Progress = Callable[[int, int], None]
 
@@ -218,7 +218,7 @@ def _export(arguments: argparse.Namespace, progress: Progress | None) -> None:
 
 def _rewrite_options(arguments: argparse.Namespace, progress: Progress | None) -> RewriteOptions:
     """Return the options of reshard and convert for written files; ValueError names one that is out of range."""
-    from ferrodist.checkpoint.tools.reshard import RewriteOptions  # noqa: PLC0415 - needs torch
+    from ferrodist.checkpoint.tools.rewrite import RewriteOptions  # noqa: PLC0415 - needs torch
 
     given = {"dim": arguments.dim, "progress": progress}
     for option, field, minimum, shift in _SIZE_OPTIONS:

@@ -11,10 +11,10 @@ import difflib
 import sys
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
-from ferrodist.bench import add_bench_arguments, bench_options, run_bench
+from ferrodist.bench.cli import add_bench_arguments, bench_options, run_bench
 from ferrodist.cli.checkpoint import add_ckpt_arguments, run_ckpt
 from ferrodist.cli.doctor import add_doctor_arguments, run_doctor
-from ferrodist.demo import add_demo_arguments, demo_options, run_demo
+from ferrodist.demo.cli import add_demo_arguments, demo_options, run_demo
 from ferrodist.errors import DistributedError
 from ferrodist.installation import installed_version
 from ferrodist.launch.launcher import launch

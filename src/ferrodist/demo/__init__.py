@@ -2,14 +2,22 @@
 
 ::
 
-    cli.py        options, output, exit code
-    worker.py     the program of a rank  ->  training.py  model, data and training loop
-    results.py    what ranks report to the command, and the comparison of two runs
-    display.py    progress, and the plot
+    cli.py         options
+    comparison.py  the runs, their progress and comparison, the plot
+    worker.py      the program of a rank: model, data and training loop
 """
 
 from __future__ import annotations
 
-from ferrodist.demo.cli import DemoOptions, add_demo_arguments, demo_options, run_demo
+from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["DemoOptions", "add_demo_arguments", "demo_options", "run_demo"]
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """The options of the demo."""
+
+    ranks: int = 2
+    epochs: int = 12
+    seed: int = 0
+    plot: Path = Path("demo.png")

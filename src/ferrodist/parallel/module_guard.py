@@ -94,20 +94,20 @@ def check_dense(
             )
 
 
-_owners = WeakIdKeyDictionary()
+_claims = WeakIdKeyDictionary()
 
 
 def claim_parameters(parameters: Iterable[torch.Tensor], owner: str) -> None:
     """Mark parameters as an owner's for as long as they live, which may be longer than the owner does."""
     for parameter in parameters:
-        _owners[parameter] = owner
+        _claims[parameter] = owner
 
 
-def describe_owner(parameters: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """A sentence about the first of these named parameters that was claimed, or None."""
+def describe_claim(parameters: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """The claim on the first of these named parameters that has one, as a clause for messages, or None."""
     for name, parameter in parameters:
-        if parameter in _owners:
-            return f"parameter {name!r} belongs to {_owners[parameter]}"
+        if parameter in _claims:
+            return f"parameter {name!r} belongs to {_claims[parameter]}"
     return None
 
 
@@ -165,14 +165,14 @@ class ModuleGuard:
                 return name, "was replaced by another"
         return None
 
-    def requires_grad_changed(self) -> bool:
-        """True if other parameters require grad than at the last call."""
+    def take_requires_grad_change(self) -> bool:
+        """True if other parameters require grad than at the last call; the next call compares with this one."""
         now = self._read_requires_grad()
         changed, self._requires_grad = now != self._requires_grad, now
         return changed
 
-    def values_changed(self) -> bool:
-        """True if the version counter of a parameter has changed since the last call."""
+    def take_value_change(self) -> bool:
+        """True if a parameter's version counter differs from the last call; the next call compares with this one."""
         now = tuple(map(version_of, self._parameters))
         changed, self._versions = now != self._versions, now
         return changed

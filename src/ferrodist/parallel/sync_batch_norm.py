@@ -84,7 +84,7 @@ class _SyncBatchNorm(BatchNormBase):
         dtype: torch.dtype | None = None,
     ) -> None:
         if num_features < 1:
-            raise ValueError(f"{type(self).__name__} normalises a number of channels from 1, not {num_features}")
+            raise ValueError(f"{type(self).__name__} takes num_features of at least 1, not {num_features}")
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         self._group = None if group is None else check_group(group)
 

@@ -19,7 +19,6 @@ from ferrodist.bench.adapters.base import (
     TorchArrays,
     UnsupportedError,
 )
-from ferrodist.bench.adapters.ferrodist import SymmetricArrays
 from ferrodist.bench.cases import Case, DataType, Operation, Peer
 from ferrodist.bench.worker import MatmulLoad, Workload, max_calls_in_place, num_buffers, open_timer
 from ferrodist.testing import run_ranks
@@ -154,7 +153,7 @@ def test_symmetric_arrays_are_in_shared_memory():
     """They are ordinary tensors, of the type and length that is asked for, which their slices share."""
     (group,) = ferrodist.SimulatedBackend.create_group(1)
     with ferrodist.use_group(group):
-        made = SymmetricArrays().empty(6, DataType.BFLOAT16)
+        made = ferrodist_adapter.empty_symmetric(6, DataType.BFLOAT16)
     group.close()
     assert (made.shape, made.dtype) == ((6,), torch.bfloat16)
     made[2:4] = 1
@@ -171,7 +170,7 @@ def test_the_limit_copies(tmp_path):
     assert workload.check(3) is None
     with pytest.raises(UnsupportedError, match="moves no bytes"):
         open_timer(adapter, Case(operation=Operation.BARRIER, num_ranks=1), FileBarrier(tmp_path / "groups", 0, 1))
-    adapter.close()
+    adapter.destroy_group()
 
 
 @pytest.mark.parametrize("arrays", [NumpyArrays(), TorchArrays()], ids=["numpy", "torch"])

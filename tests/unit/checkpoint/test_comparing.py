@@ -11,7 +11,7 @@ from ferrodist.checkpoint.format.safetensors import _DTYPES
 from ferrodist.checkpoint.reader import CheckpointReader, read_manifest
 from ferrodist.checkpoint.storage import LocalStorage
 from ferrodist.checkpoint.tools.diff import DifferenceKind, compare
-from ferrodist.checkpoint.tools.reshard import row_blocks
+from ferrodist.checkpoint.tools.rewrite import row_blocks
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 

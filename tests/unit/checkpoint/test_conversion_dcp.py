@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from ferrodist.checkpoint import load_distributed
 from ferrodist.checkpoint.convert import export_dcp, import_dcp
 from ferrodist.checkpoint.tools.diff import compare
-from ferrodist.checkpoint.tools.reshard import RewriteOptions
+from ferrodist.checkpoint.tools.rewrite import RewriteOptions
 from ferrodist.checkpoint.tools.verify import verify
 from ferrodist.errors import DistCheckpointError
 from ferrodist.testing import run_ranks

@@ -18,7 +18,7 @@ from ferrodist.checkpoint import load_distributed, save_distributed
 from ferrodist.checkpoint.convert import export_hugging_face, import_hugging_face
 from ferrodist.checkpoint.storage import LocalStorage, open_storage
 from ferrodist.checkpoint.tools.diff import compare
-from ferrodist.checkpoint.tools.reshard import RewriteOptions
+from ferrodist.checkpoint.tools.rewrite import RewriteOptions
 from ferrodist.checkpoint.tools.verify import verify
 from ferrodist.errors import DistCheckpointError
 from ferrodist.parallel.pipeline.split import split_sequential

@@ -14,7 +14,7 @@ from offline_states import make_state, measure_memory, save_sharded, save_whole
 from ferrodist.checkpoint import load_distributed
 from ferrodist.checkpoint.convert import export_torch_file, import_torch_file, torch_file
 from ferrodist.checkpoint.tools.diff import compare
-from ferrodist.checkpoint.tools.reshard import RewriteOptions
+from ferrodist.checkpoint.tools.rewrite import RewriteOptions
 from ferrodist.checkpoint.tools.verify import verify
 from ferrodist.errors import DistCheckpointError
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,20 +18,17 @@ pytest.importorskip("rich", reason="the extra 'demo' is not installed")
 from rich.console import Console
 
 from ferrodist.cli.main import main
-from ferrodist.demo import DemoOptions, cli, run_demo
-from ferrodist.demo.display import TrainingDisplay, save_plot
-from ferrodist.demo.results import (
-    History,
-    Progress,
-    RunResult,
+from ferrodist.demo import DemoOptions, cli, comparison
+from ferrodist.demo.cli import run_demo
+from ferrodist.demo.comparison import (
+    TrainingDisplay,
     are_identical,
     compare_weights,
-    progress_pipe,
+    follow_progress,
     read_result,
-    write_progress,
-    write_result,
+    save_plot,
 )
-from ferrodist.demo.training import train
+from ferrodist.demo.worker import History, Progress, train, write_result
 from ferrodist.installation import how_to_install
 from ferrodist.testing import run_ranks
 
@@ -110,7 +108,7 @@ def test_a_missing_extra_is_named_with_its_install_command(monkeypatch, capsys):
 
 def test_a_failed_run_gives_its_exit_code(monkeypatch, capfd, tmp_path):
     """The exit code is the launcher's, and nothing is printed."""
-    monkeypatch.setattr(cli, "launch", lambda spec: 7)
+    monkeypatch.setattr(comparison, "launch", lambda spec: 7)
     assert run_demo(DemoOptions(plot=tmp_path / "demo.png")) == 7
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "demo.png").exists()
@@ -121,9 +119,9 @@ def test_one_rank_and_two_train_the_same_model():
     (alone, _), *_ = run_ranks(lambda group: train(group, num_epochs=1, seed=5, on_progress=lambda state: None), 1)
     results = run_ranks(lambda group: train(group, num_epochs=1, seed=5, on_progress=lambda state: None), 2)
     first, second = ({name: tensor.numpy() for name, tensor in weights.items()} for weights, _ in results)
-    comparison = compare_weights({name: tensor.numpy() for name, tensor in alone.items()}, first, num_steps=29)
+    found = compare_weights({name: tensor.numpy() for name, tensor in alone.items()}, first, num_steps=29)
     assert are_identical([first, second])
-    assert comparison.absolute <= comparison.bound
+    assert found.absolute <= found.bound
     assert results[0][1].losses == results[1][1].losses
     assert len(results[0][1].losses) == 29
 
@@ -136,9 +134,9 @@ def test_the_demo_fails_below_97_percent(monkeypatch, capsys, tmp_path):
             lambda group: train(group, num_epochs=options.epochs, seed=3, on_progress=lambda _: None), num_ranks
         )
         weights = [{name: tensor.numpy() for name, tensor in tensors.items()} for tensors, _ in found]
-        return RunResult(found[0][1], weights)
+        return found[0][1], weights
 
-    monkeypatch.setattr(cli, "_train", run)
+    monkeypatch.setattr(comparison, "_train", run)
     plot = tmp_path / "own.png"
     assert run_demo(DemoOptions(epochs=1, ranks=3, plot=plot)) == 1
     assert capsys.readouterr().out.endswith(f"plot: {plot}\nFAILED: test accuracy is below 97%\n")
@@ -149,28 +147,28 @@ def test_results_are_read_back(tmp_path):
     """Weights of each rank and rank 0's record come back as they were."""
     for rank in range(2):
         write_result(tmp_path, rank, WEIGHTS, history())
-    result = read_result(tmp_path, 2)
-    assert result.history == history()
-    assert are_identical([WEIGHTS, *result.weights])
+    read_history, weights = read_result(tmp_path, 2)
+    assert read_history == history()
+    assert are_identical([WEIGHTS, *weights])
 
 
 def test_equal_weights_do_not_differ():
     """The bound is eps x steps x largest weight, and 0 is within it."""
-    comparison = compare_weights(WEIGHTS, WEIGHTS, num_steps=10)
-    assert (comparison.absolute, comparison.relative, comparison.largest_weight) == (0, 0, 2)
-    assert comparison.bound == pytest.approx(10 * 2 * 2**-23)
-    assert comparison.absolute <= comparison.bound
+    found = compare_weights(WEIGHTS, WEIGHTS, num_steps=10)
+    assert (found.absolute, found.relative, found.largest_weight) == (0, 0, 2)
+    assert found.bound == pytest.approx(10 * 2 * 2**-23)
+    assert found.absolute <= found.bound
 
 
 @pytest.mark.parametrize(("change", "within"), [(2**-22, True), (1e-4, False), (float("nan"), False)])
 def test_differences_are_compared_with_the_bound(change, within):
     """The largest difference counts, in itself and relative to its tensor; NaN is never within the bound."""
     other = {"a": WEIGHTS["a"], "b": WEIGHTS["b"] + np.float32(change)}
-    comparison = compare_weights(WEIGHTS, other, num_steps=10)
-    assert (comparison.absolute <= comparison.bound) is within
+    found = compare_weights(WEIGHTS, other, num_steps=10)
+    assert (found.absolute <= found.bound) is within
     if change == change:
-        assert comparison.absolute == pytest.approx(change, rel=1e-2)
-        assert comparison.relative == pytest.approx(2 * change, rel=1e-2)
+        assert found.absolute == pytest.approx(change, rel=1e-2)
+        assert found.relative == pytest.approx(2 * change, rel=1e-2)
 
 
 def test_identical_means_bit_for_bit():
@@ -181,29 +179,29 @@ def test_identical_means_bit_for_bit():
     assert not are_identical([zero, {"b": zero["a"]}])
 
 
-def test_progress_passes_through_the_pipe(tmp_path):
-    """Rank 0's reports are shown in order; a pipe that no rank opens does no harm."""
+def test_progress_is_followed_to_its_end(tmp_path):
+    """Rank 0's reports are shown in order, also the last ones; a file that no rank writes does no harm."""
     shown = []
-    with progress_pipe(tmp_path / "pipe", shown.append), (tmp_path / "pipe").open("wb", buffering=0) as pipe:
+    with follow_progress(tmp_path / "file", shown.append), (tmp_path / "file").open("wb", buffering=0) as file:
         for step in range(500):
-            write_progress(pipe, progress(step))
+            file.write(msgspec.json.encode(progress(step)) + b"\n")
     assert shown == [progress(step) for step in range(500)]
-    with progress_pipe(tmp_path / "unused", shown.append):
+    with follow_progress(tmp_path / "unused", shown.append):
         pass
     assert len(shown) == 500
 
 
 @pytest.mark.parametrize("kind", [ArithmeticError, SystemExit])
 def test_a_display_that_fails_does_not_stop_rank_0(tmp_path, kind):
-    """The pipe is read to the end, and the error raised when the run is over; so is rich's exit when nobody reads."""
+    """Rank 0 writes on, and the error is raised when the run is over; so is rich's exit when nobody reads."""
 
     def fail(_):
         raise kind("no terminal")
 
     def tell():
-        with progress_pipe(tmp_path / "pipe", fail), (tmp_path / "pipe").open("wb", buffering=0) as pipe:
-            for step in range(5000):  # more than a pipe holds
-                write_progress(pipe, progress(step))
+        with follow_progress(tmp_path / "file", fail), (tmp_path / "file").open("wb", buffering=0) as file:
+            for step in range(5000):
+                file.write(msgspec.json.encode(progress(step)) + b"\n")
 
     with pytest.raises(kind, match="no terminal"):
         tell()
@@ -235,5 +233,5 @@ def test_the_plot_is_a_png_file(tmp_path):
     """Equal and different runs, and runs of one epoch, are drawn without warnings."""
     for several in (history(), history(losses=[2.0, 1.0, 0.6, 0.25]), history(losses=[1.0], accuracies=[0.97])):
         one = history(losses=several.losses[:1], accuracies=[0.97]) if len(several.losses) == 1 else history()
-        save_plot(tmp_path / "demo", one, several, num_ranks=2, min_accuracy=0.97)
+        save_plot(tmp_path / "demo", one, several, num_ranks=2)
         assert (tmp_path / "demo").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

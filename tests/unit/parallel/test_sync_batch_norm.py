@@ -135,9 +135,9 @@ def test_buffers_that_a_user_removed(missing, momentum):
 @pytest.mark.parametrize("num_features", [0, -1])
 def test_no_channels(num_features):
     """A layer without channels is refused when it is made, and so is one that is converted."""
-    with pytest.raises(ValueError, match="a number of channels from 1"):
+    with pytest.raises(ValueError, match="num_features of at least 1"):
         SyncBatchNorm2d(num_features)
-    with pytest.raises(ValueError, match="a number of channels from 1"):
+    with pytest.raises(ValueError, match="num_features of at least 1"):
         convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm2d(0)))
 
 

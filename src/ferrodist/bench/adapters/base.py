@@ -82,12 +82,7 @@ class RankInfo:
     rank: int  # MPI ranks learn theirs from the library instead
     num_ranks: int
     folder: Path  # the peer's own, for the files of the rendezvous
-    init_method: str = ""  # the URL of the rendezvous of ranks on several hosts
-
-    @property
-    def rendezvous(self) -> str:
-        """The URL of the rendezvous, as torch and ferrodist write it."""
-        return self.init_method or f"file://{self.folder / 'meeting'}"
+    init_method: str = ""  # the URL of the rendezvous, as torch and ferrodist write it; MPI has its own
 
 
 class Adapter:
@@ -120,22 +115,17 @@ class Adapter:
         if partner is None:
             return lambda: None
 
-        def ping() -> None:
-            send(source, partner)
-            receive(target, partner)
+        order = [(send, source), (receive, target)]
+        (first, one), (second, other) = order if self.rank == 0 else reversed(order)
 
-        def pong() -> None:
-            receive(target, partner)
-            send(source, partner)
+        def exchange() -> None:
+            first(one, partner)
+            second(other, partner)
 
-        return ping if self.rank == 0 else pong
+        return exchange
 
     def synchronize(self) -> None:
         """Wait for this rank's part of earlier calls, where calls return before: they do on GPUs."""
-
-    def close(self) -> None:
-        """Leave the group for good."""
-        self.destroy_group()
 
 
 class FileBarrier:

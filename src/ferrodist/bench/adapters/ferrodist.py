@@ -22,12 +22,9 @@ if TYPE_CHECKING:
 _SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
-class SymmetricArrays(TorchArrays):
-    """Torch tensors in memory that all ranks share; all ranks allocate the same, in the same order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.empty = lambda num_elements, dtype: fd.empty_symmetric((num_elements,), getattr(torch, dtype.value))
+def empty_symmetric(num_elements: int, dtype: DataType) -> torch.Tensor:
+    """A tensor in memory that all ranks share; all ranks allocate the same, in the same order."""
+    return fd.empty_symmetric((num_elements,), getattr(torch, dtype.value))
 
 
 class FerrodistAdapter(Adapter):
@@ -35,15 +32,23 @@ class FerrodistAdapter(Adapter):
 
     def __init__(self, info: RankInfo) -> None:
         torch.set_num_threads(1)
-        self.arrays: Arrays = SymmetricArrays() if info.peer is Peer.NATIVE_SYMMETRIC else TorchArrays()
-        self.rank, self.num_ranks, self._backend = info.rank, info.num_ranks, info.peer.backend
+        self.arrays: Arrays = TorchArrays()
+        if info.peer is Peer.NATIVE_SYMMETRIC:
+            self.arrays.empty = empty_symmetric
+        self.rank, self.num_ranks = info.rank, info.num_ranks
         self.barrier, self.new_group, self.destroy_group = fd.barrier, fd.new_group, fd.destroy_process_group
         self.destroy_subgroup = lambda group: group.close()
         self.allreduce = lambda array, group: fd.allreduce(array, out=array, group=group)
         self.wait = lambda work: work.wait()
-        self.init_group = self._init_group
-        self.init_group(info.rendezvous)
-        self.rank = fd.default_group().rank  # MPI assigns its ranks itself
+
+        def init_group(init_method: str) -> None:
+            place: dict[str, Any] = {"rank": info.rank, "init_method": init_method}
+            mpi = info.peer is Peer.OVER_MPI  # which assigns its ranks itself
+            fd.init_process_group(info.peer.backend, world_size=info.num_ranks, **({} if mpi else place))
+
+        self.init_group = init_group
+        self.init_group(info.init_method)
+        self.rank = fd.default_group().rank
         self.versions = {"ferrodist": fd.__version__, "torch": str(torch.__version__)}
         if info.peer is Peer.OVER_MPI:
             self.versions["library"] = library_version()
@@ -62,12 +67,6 @@ class FerrodistAdapter(Adapter):
             **dict.fromkeys(ASYNCHRONOUS, lambda: fd.async_allreduce(source, out=target)),
         }
         return calls[case.operation]
-
-    def _init_group(self, init_method: str) -> None:
-        if self._backend == "mpi":
-            fd.init_process_group("mpi", world_size=self.num_ranks)
-        else:
-            fd.init_process_group(self._backend, rank=self.rank, world_size=self.num_ranks, init_method=init_method)
 
 
 class NcclAdapter(FerrodistAdapter):

@@ -31,7 +31,7 @@ class GlooAdapter(Adapter):
         self.init_group = lambda init_method: dist.init_process_group(
             "gloo", init_method=init_method, rank=self.rank, world_size=self.num_ranks
         )
-        self.init_group(info.rendezvous)
+        self.init_group(info.init_method)
 
     def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
         # Torch renamed both in 2.13.

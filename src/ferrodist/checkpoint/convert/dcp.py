@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import Buffer, override
 
-from ferrodist.checkpoint.convert.common import (
+from ferrodist.checkpoint.convert.external_tensors import (
     ExternalTensor,
     FileShard,
     LazyShard,
     conversion_errors,
     import_folder,
-    materialize,
 )
+from ferrodist.checkpoint.convert.materialize import materialize
 from ferrodist.checkpoint.convert.pickle_reader import Global, PickledCall, PickledDict, check_expansion, read_pickle
 from ferrodist.checkpoint.convert.torch_pickle import load_checked
 from ferrodist.checkpoint.format.manifest import MAX_DIMS
@@ -43,7 +43,7 @@ from ferrodist.wording import with_article
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ferrodist.checkpoint.tools.reshard import ProgressCallback, RewriteOptions
+    from ferrodist.checkpoint.tools.rewrite import ProgressCallback, RewriteOptions
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED_GLOBALS = {
@@ -187,7 +187,8 @@ def _sizes(node: Any) -> tuple[int, ...]:
 
 def _expect(node: Any, kind: Any) -> Any:
     if not isinstance(node, kind) or isinstance(node, (bool, Global)):
-        raise ValueError(f"it has {with_article(type(node).__name__)} in place of something else")  # noqa: TRY004 - of the file
+        wanted = " or ".join(with_article(each.__name__) for each in (kind if isinstance(kind, tuple) else (kind,)))
+        raise ValueError(f"it has {with_article(type(node).__name__)} where {wanted} is expected")  # noqa: TRY004 - of the file
     return node
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from ferrodist.checkpoint.convert.common import ExternalTensor, FileShard, conversion_errors, import_folder
+from ferrodist.checkpoint.convert.external_tensors import ExternalTensor, FileShard, conversion_errors, import_folder
 from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
 from ferrodist.checkpoint.format.safetensors import (
     LENGTH_BYTES,
@@ -19,7 +19,7 @@ from ferrodist.checkpoint.format.safetensors import (
 from ferrodist.checkpoint.format.tree import map_children, split_node, tensor_key
 from ferrodist.checkpoint.reader import CheckpointReader, describe_foreign_format, read_manifest
 from ferrodist.checkpoint.storage import Storage, open_storage
-from ferrodist.checkpoint.tools.reshard import BoxSource, RewriteOptions, RewriteSource, rewrite
+from ferrodist.checkpoint.tools.rewrite import BoxSource, RewriteOptions, RewriteSource, rewrite
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 from ferrodist.wording import counted

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.checkpoint.convert.common import conversion_errors, make_rewrite_source, materialize
+from ferrodist.checkpoint.convert.external_tensors import conversion_errors, make_rewrite_source
+from ferrodist.checkpoint.convert.materialize import materialize
 from ferrodist.checkpoint.convert.torch_pickle import check_pickles
 from ferrodist.checkpoint.reader import describe_foreign_format
 from ferrodist.checkpoint.storage import LocalStorage, open_storage
 from ferrodist.checkpoint.storage.local import open_regular
-from ferrodist.checkpoint.tools.reshard import ProgressCallback, RewriteOptions, rewrite
+from ferrodist.checkpoint.tools.rewrite import ProgressCallback, RewriteOptions, rewrite
 from ferrodist.errors import DistCheckpointError
 
 if TYPE_CHECKING:
@@ -43,14 +44,13 @@ def import_torch_file(
         DistCheckpointError: The file is not safe to load or can't be read, or the checkpoint can't be written.
     """
     storage = open_storage(new_path, new_storage_options)
-    path_ = Path(file).absolute()
-    if path_.is_dir():
-        raise DistCheckpointError(
-            f"{path_} is a folder, not a file of torch.save. {describe_foreign_format(LocalStorage(path_))}".strip()
-        )
-    with conversion_errors(str(path_)):
-        state = _load(path_)
-        contents = make_rewrite_source(state, LocalStorage(path_.parent))
+    file_path = Path(file).absolute()
+    if file_path.is_dir():
+        hint = describe_foreign_format(LocalStorage(file_path))
+        raise DistCheckpointError(f"{file_path} is a folder, not a file of torch.save. {hint}".strip())
+    with conversion_errors(str(file_path)):
+        state = _load(file_path)
+        contents = make_rewrite_source(state, LocalStorage(file_path.parent))
     rewrite(contents, storage, options or RewriteOptions())
 
 
@@ -94,17 +94,17 @@ def export_torch_file(
     Raises:
         DistCheckpointError: The checkpoint is missing or damaged, or the file can't be written.
     """
-    path_ = Path(file).absolute()
-    with materialize(path, path_.parent, storage_options=storage_options, progress=progress) as state:
+    file_path = Path(file).absolute()
+    with materialize(path, file_path.parent, storage_options=storage_options, progress=progress) as state:
         # A random name: nobody else can have made a link of it before.
-        temporary = path_.with_name(f".{path_.name}.{secrets.token_hex(8)}")
+        temporary = file_path.with_name(f".{file_path.name}.{secrets.token_hex(8)}")
         try:
             with temporary.open("xb") as opened:
                 torch.save(state, opened)
                 opened.flush()
                 os.fsync(opened.fileno())
-            temporary.replace(path_)
+            temporary.replace(file_path)
         except (OSError, RuntimeError) as error:
-            raise DistCheckpointError(f"could not write {path_}: {error}") from error
+            raise DistCheckpointError(f"could not write {file_path}: {error}") from error
         finally:
             temporary.unlink(missing_ok=True)

@@ -8,15 +8,14 @@ lock during the save: the system drops it when the process ends, however it does
 whose lock it gets. The file's name has the running system's boot id, since some shared file systems have locks for each
 host only, and some have none: the folder of another system, or one without a working lock, is left alone until nothing
 in it has changed for a day. In an object store ``begin`` puts a small marker object that identifies the process: on the
-same host the system is asked whether it is alive, elsewhere it counts as alive for a day.
+same host the system is asked whether it is alive (`describe_process`, `is_process_alive`), elsewhere it
+counts as alive for a day.
 
 [Note: staged or not]
 On a disk a save has a folder of its own until ``publish`` moves its files into place. Object stores can't move: a file
 is in place when it is closed. Its name contains the save's id, so that it overwrites nothing and belongs to no
 checkpoint until a manifest names it. Once the manifest's ``put`` is sent, it may still appear for a while; so nothing
 of that save is removed afterwards, unless the store has refused. Leftovers go with the next save.
-
-Processes describe themselves in markers by `describe_process`; see [Note: living saves].
 """
 
 from __future__ import annotations

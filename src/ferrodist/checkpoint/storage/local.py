@@ -84,9 +84,9 @@ class LocalStorage(Storage):
     @override
     @contextlib.contextmanager
     def exclusive(self, deadline: Deadline) -> Iterator[None]:
-        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            while not _lock(folder):
+            while not _lock(descriptor):
                 if deadline.expired:
                     what = "Another save to this folder is being committed, and has not ended in time"
                     raise TimeoutError(errno.ETIMEDOUT, what, self.url)
@@ -95,7 +95,7 @@ class LocalStorage(Storage):
             yield
         finally:
             self._is_exclusive = False
-            _unlock(folder)
+            _unlock(descriptor)
 
     @override
     def publish(self, save_id: str, names: Sequence[str]) -> None:
@@ -168,7 +168,7 @@ class LocalStorage(Storage):
     def _remove_if_dead(self, staging: Path) -> None:
         """Remove a save's folder, unless the save may be alive."""
         try:
-            file = os.open(_lock_path(staging), os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(_lock_path(staging), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:  # of another system, or it is just beginning, or was half removed
             if self._is_expired(staging):
                 shutil.rmtree(staging, ignore_errors=True)
@@ -177,17 +177,17 @@ class LocalStorage(Storage):
             return
         try:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return
             except OSError:
                 is_dead = self._is_expired(staging)
             else:  # unless it was removed and a save has begun since
-                is_dead = _is_same_file(_lock_path(staging), file)
+                is_dead = _is_same_file(_lock_path(staging), descriptor)
             if is_dead:
                 shutil.rmtree(staging, ignore_errors=True)
         finally:
-            os.close(file)
+            os.close(descriptor)
 
     def _is_expired(self, staging: Path) -> bool:
         """Return whether nothing in a folder has changed for long, by its file system's clock."""
@@ -284,18 +284,18 @@ def _make_locked(staging: Path) -> int:
 def _make_locked_once(staging: Path) -> int:
     with contextlib.suppress(FileExistsError):  # exist_ok would look again, when the folder may be gone
         staging.mkdir(parents=True)
-    file = os.open(_lock_path(staging), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(_lock_path(staging), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         with contextlib.suppress(OSError):  # some file systems have no locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        is_there = _is_same_file(_lock_path(staging), file)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        is_there = _is_same_file(_lock_path(staging), descriptor)
     except BaseException:
-        os.close(file)
+        os.close(descriptor)
         raise
     if not is_there:
-        os.close(file)
+        os.close(descriptor)
         raise FileNotFoundError(errno.ENOENT, "The folder of a save was removed as it was made", str(staging))
-    return file
+    return descriptor
 
 
 def _lock_path(staging: Path) -> Path:
@@ -303,26 +303,26 @@ def _lock_path(staging: Path) -> Path:
     return staging / f"{_LOCK_PREFIX}{os.fsdecode(system_id())}"
 
 
-def _is_same_file(path: Path, file: int) -> bool:
-    return os.path.samestat(path.stat(), os.fstat(file))
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    return os.path.samestat(path.stat(), os.fstat(descriptor))
 
 
-def _unlock(file: int) -> None:
+def _unlock(descriptor: int) -> None:
     with contextlib.suppress(OSError):  # closing isn't enough: a forked child may have it open, too
-        fcntl.flock(file, fcntl.LOCK_UN)
-    os.close(file)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def open_regular(path: Path) -> int:
     """Open a regular file for reading, and return its descriptor."""
     _check_regular(path, path.stat())  # a device or a FIFO may notice that it is opened
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
-        _check_regular(path, os.fstat(file))
+        _check_regular(path, os.fstat(descriptor))
     except BaseException:
-        os.close(file)
+        os.close(descriptor)
         raise
-    return file
+    return descriptor
 
 
 def _check_regular(path: Path, found: os.stat_result) -> None:
@@ -332,10 +332,10 @@ def _check_regular(path: Path, found: os.stat_result) -> None:
         raise OSError(errno.EINVAL, "Is no regular file, but a FIFO, a socket or a device", str(path))
 
 
-def _lock(folder: int) -> bool:
+def _lock(descriptor: int) -> bool:
     """Try to lock an open folder; file systems without locks count as locked."""
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
@@ -345,8 +345,8 @@ def _lock(folder: int) -> bool:
 
 def _sync_folder(path: Path) -> None:
     """Make a folder's entries durable."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)

@@ -44,7 +44,7 @@ class LocalWriter(FileWriter):
         self.path = path
         self._flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self._is_direct = False
-        self._file: int | None = self._open(size_bytes)
+        self._descriptor: int | None = self._open(size_bytes)
         self._offset = 0
         """The number of bytes written or being written."""
         self._buffer: mmap.mmap | None = None
@@ -56,7 +56,7 @@ class LocalWriter(FileWriter):
             if self._is_direct:
                 self._buffer = _take_buffer()
             if size_bytes:
-                _reserve(self._file, size_bytes)
+                _reserve(self._descriptor, size_bytes)
         except BaseException:
             self.discard()
             raise
@@ -64,20 +64,20 @@ class LocalWriter(FileWriter):
     def _open(self, size_bytes: int) -> int:
         if size_bytes >= _SMALL_BYTES and hasattr(os, "O_DIRECT") and _direct_slots.acquire(blocking=False):
             try:
-                file = os.open(self.path, self._flags | os.O_DIRECT, 0o666)
+                descriptor = os.open(self.path, self._flags | os.O_DIRECT, 0o666)
             except OSError:  # file systems in memory refuse
                 _direct_slots.release()
             else:
                 self._is_direct = True
-                return file
+                return descriptor
         return os.open(self.path, self._flags, 0o666)
 
     @override
     def write(self, data: memoryview) -> None:
-        assert self._file is not None, "the file is open"
+        assert self._descriptor is not None, "the file is open"
         remaining = data.cast("B")
         if not self._is_direct:
-            _write_all(self._file, remaining, self._offset)
+            _write_all(self._descriptor, remaining, self._offset)
             self._offset += len(remaining)
             return
         while len(remaining):
@@ -92,9 +92,9 @@ class LocalWriter(FileWriter):
     def _start_write(self, size: int) -> None:
         """Write the full buffer in a thread, and continue with another one."""
         full, self._buffer = self._buffer, None
-        assert self._file is not None and full is not None, "the file is open"  # noqa: PT018
+        assert self._descriptor is not None and full is not None, "the file is open"  # noqa: PT018
         # Offsets are fixed, so that writes may end in any order.
-        self._pending.append((_WriteThread(self._file, memoryview(full)[:size], self._offset), full))
+        self._pending.append((_WriteThread(self._descriptor, memoryview(full)[:size], self._offset), full))
         self._offset += size
         self._filled = 0
         self._buffer = self._wait_for_oldest() if len(self._pending) > _MAX_PENDING else _take_buffer()
@@ -112,7 +112,7 @@ class LocalWriter(FileWriter):
 
     @override
     def close(self) -> None:
-        assert self._file is not None, "the file is open"
+        assert self._descriptor is not None, "the file is open"
         try:
             if self._filled:
                 size = self._offset + self._filled
@@ -121,9 +121,9 @@ class LocalWriter(FileWriter):
                 self._buffer[self._filled : padded] = bytes(padded - self._filled)
                 self._start_write(padded)
                 self._wait_for_all()
-                os.ftruncate(self._file, size)
+                os.ftruncate(self._descriptor, size)
             self._wait_for_all()
-            os.fsync(self._file)
+            os.fsync(self._descriptor)
         finally:
             self._release()
 
@@ -141,9 +141,9 @@ class LocalWriter(FileWriter):
         if self._buffer is not None:
             _spare_buffers.append(self._buffer)
         self._buffer = None
-        file, self._file = self._file, None
-        if file is not None:
-            os.close(file)
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
         if self._is_direct:
             self._is_direct = False
             _direct_slots.release()
@@ -160,9 +160,9 @@ def _take_buffer() -> mmap.mmap:
 class _WriteThread(threading.Thread):
     """A write in a thread of its own: executors refuse work once the program ends, when a save may be in progress."""
 
-    def __init__(self, file: int, data: memoryview, at: int) -> None:
+    def __init__(self, descriptor: int, data: memoryview, at: int) -> None:
         super().__init__(name="ferrodist-checkpoint-file")
-        self._job = file, data, at
+        self._job = descriptor, data, at
         self._error: OSError | None = None
         self.start()
 
@@ -180,31 +180,31 @@ class _WriteThread(threading.Thread):
             raise self._error
 
 
-def _reserve(file: int, size: int) -> None:
+def _reserve(descriptor: int, size: int) -> None:
     """Reserve the space of the full file, to fail at once on a full disk."""
     if not hasattr(os, "posix_fallocate"):
         return
     try:
-        os.posix_fallocate(file, 0, size)
+        os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         # Without file system support libc writes a byte to each block, which direct files refuse.
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
 
 
-def _write_all(file: int, data: memoryview, at: int) -> None:
+def _write_all(descriptor: int, data: memoryview, at: int) -> None:
     has_disabled = False
     while len(data):
         try:
-            count = os.pwrite(file, data, at)
+            count = os.pwrite(descriptor, data, at)
         except OSError as error:
             # Also if another thread has disabled it meanwhile.
             if error.errno != errno.EINVAL or has_disabled:
                 raise
             # Some file systems accept O_DIRECT but refuse such writes, or want another alignment, which the rest of a
             # short write lacks too: through the page cache from now on.
-            flags = fcntl.fcntl(file, fcntl.F_GETFL)
-            fcntl.fcntl(file, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
             has_disabled = True
             continue
         data, at = data[count:], at + count

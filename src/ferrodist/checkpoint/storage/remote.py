@@ -39,6 +39,28 @@ if TYPE_CHECKING:
 
     from ferrodist.deadline import Deadline
 
+_logger = logging.getLogger(__name__)
+
+_PART_BYTES = 16 << 20
+"""The size of a part, kept in memory twice while it is sent; files of more than `_MAX_PARTS` have larger parts."""
+
+_MAX_PARTS = 9_000
+"""S3 takes 10,000 parts of a file."""
+
+_RANGE_BYTES = 8 << 20
+"""The size of a read request."""
+
+_NUM_RANGES = 8
+"""The number of concurrent read requests: S3 delivers 50 to 100 MB/s for each."""
+
+_REMOVAL_BATCH = 16
+
+_MARKER = re.compile(r"\.saving-([0-9a-f]{12})")
+"""The name of the object that identifies a save's process; see [Note: living saves] in `base`."""
+
+_MTIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "created")
+"""The names of a file's modification time in various file systems."""
+
 _ERRNOS: dict[type[OSError], int] = {
     FileNotFoundError: errno.ENOENT,
     PermissionError: errno.EACCES,
@@ -80,9 +102,6 @@ def is_refusal(error: OSError) -> bool:
             return True
         cause = cause.__cause__
     return isinstance(error, _REFUSAL_CLASSES)
-
-
-_logger = logging.getLogger(__name__)
 
 
 class RemoteWriter(FileWriter):
@@ -131,24 +150,6 @@ class RemoteWriter(FileWriter):
             # Stores without uploads have the file already, and the response of a completed upload may be lost.
             self._fs.rm_file(self._path)
 
-
-_PART_BYTES = 16 << 20
-"""Kept in memory, twice while it is sent. Larger files have larger parts:"""
-
-_MAX_PARTS = 9_000
-"""parts per file; S3's limit is 10,000."""
-
-_RANGE_BYTES = 8 << 20
-_NUM_RANGES = 8
-"""The size of a request, and the number of concurrent requests: S3 delivers 50 to 100 MB/s for each."""
-
-_REMOVAL_BATCH = 16
-
-_MARKER = re.compile(r"\.saving-([0-9a-f]{12})")
-"""The name of the object that identifies a save's process; see [Note: living saves] in `base`."""
-
-_MTIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "created")
-"""The names of a file's modification time in various file systems."""
 
 _own_saves: weakref.WeakValueDictionary[str, RemoteStorage] = weakref.WeakValueDictionary()
 """The unfinished saves of this process."""

@@ -15,7 +15,7 @@ from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.format.tree import child_nodes, decode_leaf, leaf_text, path_text, split_node
 from ferrodist.checkpoint.reader import CheckpointReader, read_manifest
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import ROW_BLOCK_BYTES, ProgressCallback, ProgressCounter, row_blocks
+from ferrodist.checkpoint.tools.rewrite import ROW_BLOCK_BYTES, ProgressCallback, ProgressCounter, row_blocks
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
@@ -97,9 +97,9 @@ def compare(
         one, two = read_manifest(storage), read_manifest(other_storage)
         found = list(_compare_nodes((one, two), one.tree, two.tree, ()))
         pairs = dict.fromkeys(each[1] for each in found if not isinstance(each, Difference))  # tied ones come once
-        progress_meter = ProgressCounter(sum(one.tensors[key].size_bytes for key, _ in pairs), progress)
+        counter = ProgressCounter(sum(one.tensors[key].size_bytes for key, _ in pairs), progress)
         readers = CheckpointReader(storage, one, verify=True), CheckpointReader(other_storage, two, verify=True)
-        elements = {pair: _compare_elements(readers, pair, progress_meter) for pair in pairs}
+        elements = {pair: _compare_elements(readers, pair, counter) for pair in pairs}
     result: list[Difference] = []
     for each in found:
         if isinstance(each, Difference):
@@ -170,7 +170,7 @@ def _abbreviate(node: Any) -> str:
 
 
 def _compare_elements(
-    readers: tuple[CheckpointReader, CheckpointReader], keys: Pair, progress_meter: ProgressCounter
+    readers: tuple[CheckpointReader, CheckpointReader], keys: Pair, counter: ProgressCounter
 ) -> tuple[int, int, float] | None:
     """Return the number of differing elements, of all elements, and the largest difference; None if none differ."""
     tensors = [reader.manifest.tensors[key] for reader, key in zip(readers, keys, strict=True)]
@@ -181,7 +181,7 @@ def _compare_elements(
         parts = [torch.empty(band.shape, dtype=dtype, device="cpu") for dtype in dtypes]
         for reader, key, part in zip(readers, keys, parts, strict=True):
             reader.read_box(key, band, part)
-        progress_meter.add(band.numel * dtypes[0].itemsize)
+        counter.add(band.numel * dtypes[0].itemsize)
         # Most are equal bit by bit, which is found at once.
         if dtypes[0] is dtypes[1] and torch.equal(*[each.reshape(-1).view(torch.uint8) for each in parts]):
             continue

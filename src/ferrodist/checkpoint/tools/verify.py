@@ -14,7 +14,7 @@ from ferrodist.checkpoint.format.safetensors import HeaderEntry, parse_header, t
 from ferrodist.checkpoint.format.tree import referenced_keys
 from ferrodist.checkpoint.reader import read_manifest
 from ferrodist.checkpoint.storage import Storage, open_storage
-from ferrodist.checkpoint.tools.reshard import ProgressCallback, ProgressCounter
+from ferrodist.checkpoint.tools.rewrite import ProgressCallback, ProgressCounter
 from ferrodist.checkpoint.writer import name_in_file
 from ferrodist.errors import DistCheckpointError
 from ferrodist.wording import counted

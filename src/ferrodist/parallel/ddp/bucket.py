@@ -124,8 +124,8 @@ def verify_fingerprints(fingerprints: list[complex], group: Backend) -> None:
     else:
         what_happened = "; ".join(f"{ranks_text(ranks)} averaged {what}" for what, ranks in senders.items())
     error = CollectiveMismatchError(
-        f"the backwards of the ranks of group {group.name!r} are out of step: {what_happened}. Every rank must run the"
-        " backwards of its DDP models in the same order, and as many of each.",
+        f"the backward passes of the ranks of group {group.name!r} are out of step: {what_happened}. Every rank must"
+        " run the backward passes of its DDP models in the same order, and as many of each.",
         ranks=tuple(odd) if len(senders) == 2 and 2 * len(odd) < group.world_size else (),
     )
     group.abort(error)
@@ -218,7 +218,7 @@ class GradientBucket:
         )
 
     def _install_view(self, slot: int) -> None:
-        """Make a view of the bucket the parameter's gradient."""
+        """Set the parameter's ``.grad`` to its view of the bucket."""
         view = self._views[slot]
         if view is None or not self._is_installed(slot, view):
             view = self._views[slot] = self.gradients[slot].detach()
@@ -253,7 +253,8 @@ class GradientBucket:
         pending = hook(self)
         if not callable(getattr(pending, "wait", None)):
             raise TypeError(
-                f"a communication hook returns what a collective's async form returned, not {type(pending).__name__}"
+                "a communication hook must return a PendingCollective, as async_allreduce() returns, not"
+                f" {type(pending).__name__}"
             )
         trailer = async_allreduce(self._trailer, ReduceOp.MEAN, group=self.group, out=self._trailer, timeout=timeout)
         self._pending = [pending, trailer]

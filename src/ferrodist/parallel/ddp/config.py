@@ -32,7 +32,7 @@ class Options:
         if not size > 0:
             raise ValueError(f"bucket_size_mb must be above 0, not {size}")
         for field in fields(self):
-            if field.type == "bool":
+            if field.type == "bool":  # a string, as all annotations of this module
                 check_bool(field.name, getattr(self, field.name))
         if self.comm_hook is not None and not callable(self.comm_hook):
             raise TypeError(

@@ -89,7 +89,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
     Raises:
         CollectiveMismatchError: On every rank, when the ranks' modules or options differ, naming the first parameter,
             buffer or option.
-        DistributedTimeoutError: Some rank did not come.
+        DistributedTimeoutError: A rank did not call in time.
         UnsupportedOpError: A parameter or buffer can't be sent by collectives, can't be written to (expanded, made
             under ``inference_mode``), or is a DTensor, for which there is `FSDP` with NO_SHARD; it is named.
         TypeError, ValueError: An argument is wrong.
@@ -215,7 +215,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
             warnings.warn(
                 f"rank {self._group.rank} evaluates {self._title()} with buffers of its own, such as batch norm's"
                 " running statistics: they become equal when gradients are averaged, and those of the last forward in"
-                " training mode were not (no_sync(), or no backward). Call broadcast_parameters() on all ranks before.",
+                " training mode were not (no_sync(), or no backward). Call broadcast_parameters() on all ranks first.",
                 stacklevel=3,
             )
 
@@ -276,7 +276,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
             shadow_round=lambda: self._refresh_reducer().reduce(is_idle=True),
             broadcast_model=self.broadcast_parameters,
             divides_by_all=divide_by_initial_world_size,
-            throws=throw_on_early_termination,
+            raises_early=throw_on_early_termination,
         )
         self._get_reducer().before_round = self._join.begin_round
         try:
@@ -391,7 +391,8 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
             self._check_gradients_averaged(reducer)
         reducer.hooks.check_owner()
         matches = all(bucket.matches_parameters() for bucket in reducer.buckets)
-        if self._guard.requires_grad_changed() or not matches:
+        # First: it must be called in every step, since it compares with its last call.
+        if self._guard.take_requires_grad_change() or not matches:
             previous, reducer = reducer, self._make_reducer()
             reducer.inherit_state(previous)
             self._reducer = reducer
@@ -399,7 +400,8 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
 
     def _check_gradients_averaged(self, reducer: Reducer) -> None:
         """Raise if an optimizer has stepped with gradients that were not averaged."""
-        if self._guard.values_changed() and reducer.has_unreduced_gradients and not self._in_no_sync:
+        # First: it must be called in every step, since it compares with its last call.
+        if self._guard.take_value_change() and reducer.has_unreduced_gradients and not self._in_no_sync:
             reducer.has_unreduced_gradients = False
             raise RuntimeError(
                 f"the parameters of {self._title()} have changed since backward, but their gradients were not averaged:"

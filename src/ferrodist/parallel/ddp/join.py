@@ -45,8 +45,8 @@ class Join:
 
     ``broadcast_buffers(root)`` and ``shadow_round()`` are a rank's part of the collectives before forward and of a
     reduction, without gradients of its own; ``broadcast_model(root)`` sends one rank's parameters and buffers to all.
-    With ``divides_by_all`` averages count ranks without a batch too; with ``throws`` every rank raises as soon as one
-    is done.
+    With ``divides_by_all`` averages count ranks without a batch too; with ``raises_early`` every rank raises as soon as
+    one is done.
     """
 
     group: Backend
@@ -55,9 +55,9 @@ class Join:
     shadow_round: Callable[[], None]
     broadcast_model: Callable[[int], None]
     divides_by_all: bool
-    throws: bool
+    raises_early: bool
     _is_done: bool = False
-    _has_thrown: bool = False
+    _has_raised: bool = False
 
     def __post_init__(self) -> None:
         self._active = list(range(self.group.world_size))
@@ -77,7 +77,7 @@ class Join:
                     self.shadow_round()
             if len(self._active) < self.group.world_size:
                 self.broadcast_model(self._active[0])
-        elif not self._has_thrown and self.group.failure is None:
+        elif not self._has_raised and self.group.failure is None:
             self.group.abort(f"rank {self.group.rank} left a join() block by {describe_error(error)}")
 
     def announce(self, event: Event) -> int:
@@ -101,8 +101,8 @@ class Join:
         ):
             events = [Event(value) for value in all_gather(mine, group=self.group).tolist()]
         active = [rank for rank, other in enumerate(events) if other is not Event.DONE]
-        if self.throws and 0 < len(active) < len(events):
-            self._has_thrown = True
+        if self.raises_early and 0 < len(active) < len(events):
+            self._has_raised = True
             done = [rank for rank in range(len(events)) if rank not in active]
             raise RuntimeError(
                 f"{ranks_text(done)} of group {self.group.name!r} used up the batches before the others, and join()"

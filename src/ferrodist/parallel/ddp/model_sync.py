@@ -14,7 +14,7 @@ from ferrodist.collectives.reduce import async_broadcast
 from ferrodist.collectives.reduce_op import ReduceOp, check_reduction
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.ddp.bucket import compute_bucket_assignment
-from ferrodist.parallel.module_guard import describe_owner
+from ferrodist.parallel.module_guard import describe_claim
 from ferrodist.parallel.module_init import (
     describe,
     describe_tensors,
@@ -42,7 +42,7 @@ def verify_module(
     """
     options_lines = [f"the option {line}" for line in (options.describe() if options else ())]
     lines = describe_tensors(module.named_parameters(), module.named_buffers(), _describe_tensor)
-    refusal = describe_owner(module.named_parameters())
+    refusal = describe_claim(module.named_parameters())
     named = (*module.named_parameters(), *module.named_buffers())
     dtensor = next((name for name, tensor in named if isinstance(tensor, DTensor)), None)
     if refusal is None and dtensor is not None:

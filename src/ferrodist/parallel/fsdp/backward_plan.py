@@ -49,7 +49,13 @@ class Step(NamedTuple):
 
 
 def plan_backward(trace: Sequence[CallEvent], prefetch: int, trainable: Collection[int]) -> list[Step]:
-    """The steps of the backward of a forward."""
+    """Plan the backward of a recorded forward: its steps, in the order in which every rank executes them.
+
+    Args:
+        trace: The calls of units, in order.
+        prefetch: Number of units that are gathered ahead.
+        trainable: Indices of the units with parameters that require grad.
+    """
     ended = {event.call for event in trace if not event.begins}
     events = [event for event in trace if event.call in ended]
     first_calls: dict[int, int] = {}

@@ -32,7 +32,7 @@ def clip_gradients(
     have are counted in shares.
     """
     if not max_norm >= 0:
-        raise ValueError(f"max_norm must be a number from 0, not {max_norm}")
+        raise ValueError(f"max_norm must be at least 0, not {max_norm}")
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above 0, not {norm_type}")
     gradients = [shard.grad for flat in flats for shard in flat.parameters if shard.grad is not None]
@@ -56,7 +56,8 @@ def _sum_powers(flats: Sequence[FlatParameters], axes: ShardAxes, norm_type: flo
     """The sum of the powers of all gradients' elements, or the largest element, on every rank."""
     is_largest = math.isinf(norm_type)
     op, fold = (ReduceOp.MAX, torch.maximum) if is_largest else (ReduceOp.SUM, torch.add)
-    # Plain parameters are equal on all ranks of another mesh: counted there, they give all its ranks the same bits.
+    # Plain parameters are equal on all ranks of the first DTensor mesh. They are reduced over it too, and divided by
+    # its size: all its ranks then get the same bits, as they add the same terms in the same order.
     default = axes.other_groups[0] if axes.other_groups else None
     device = flats[0].shard.device if flats else torch.device("cpu")
     powers: dict[Backend | None, torch.Tensor] = {
@@ -69,7 +70,8 @@ def _sum_powers(flats: Sequence[FlatParameters], axes: ShardAxes, norm_type: flo
             wide = torch.complex128 if shard.grad.is_complex() else torch.float64
             norm = torch.linalg.vector_norm(shard.grad, norm_type, dtype=wide).double()
             if spec is None or spec.mesh.size == 1:
-                group, num_copies = default, 1 if default is None else default.world_size
+                group = default
+                num_copies = 1 if default is None else default.world_size
             else:
                 group, num_copies = spec.mesh.group, count_replicas(spec)
             power = norm if is_largest else norm**norm_type / num_copies

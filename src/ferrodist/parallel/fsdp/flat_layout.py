@@ -1,4 +1,7 @@
-"""Layout of a unit's parameters in a flat tensor and of its shards: pure arithmetic, the same on all ranks.
+"""Layout of a unit's parameters in a flat tensor and of its shards, and ids that tell a group's layouts apart.
+
+Both are the same on all ranks without a message: a layout depends on shapes and the number of ranks alone, and all
+ranks make their layouts, which claim ids in the group's attachments, in one order.
 
 [Note: flat units]
 The parameters of a unit that have one dtype lie end to end in one flat tensor (row-major, or in the dim order of a
@@ -12,16 +15,19 @@ with one element for each parameter: 1 from a rank that has a gradient for it, e
 stays None, as in one process, and optimizers skip it.
 
 [Note: ids of layouts]
-Ranks whose forwards took different branches must not compute with each other's parameters. Each collective always
-compares its number of elements and the dim of concatenation; both serve as ids here, without another message. Flat
-tensors of one size are concatenated along different dims, of which all but the last of a flat tensor have size 1, so
-that the elements lie as along dim 0. From the 32nd on they share a dim, and each gathering is followed by a token whose
-size is the layout's own, as it is for shards that are used in shared memory. Rows have sizes of their own, by padding.
-A shard's size depends on nothing but the unit's shapes and the number of ranks, so that a saved state fits a model that
-is made later.
+*Problem*: ranks whose forwards took different branches must not compute with each other's parameters.
 
-Ids are released when all ranks have found their layouts collected, which they ask each other when they make the next
-FSDP: garbage collection happens at a different time on each rank.
+*Ids*: each collective compares its number of elements and its dim of concatenation between ranks anyway, so layouts
+that differ in one of them can't be confused, and no message is added. To gather, layouts with shards of one size use
+different dims: of two with shards of 1024 elements, the first concatenates shards of shape (1024,) along dim 0, the
+second shards of shape (1, 1024) along dim 1, which puts the elements in the same order. From the 32nd layout of a size
+on the last dim is shared, and each gathering is followed by a token whose number of elements is the layout's own, as it
+is for shards that are used in shared memory. To reduce, rows are padded to a number of elements that no other layout
+has. Shards are not padded for this: their size depends on nothing but the unit's shapes and the number of ranks, so
+that a saved state fits a model that is made later.
+
+*Release*: an id is free again when all ranks have found its layout collected, which they ask each other when they make
+the next FSDP: garbage collection happens at a different time on each rank.
 """
 
 from __future__ import annotations

@@ -47,7 +47,10 @@ class ShardGroups:
     num_copies: int
 
     def reduce(self, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        """Reduce a number over all ranks, with the gradient of a loss that all have; every rank calls this."""
+        """Reduce a number over all ranks; every rank calls this.
+
+        The value is the global one, and the gradient that of this rank's term: every rank adds the same loss.
+        """
         total = own.detach()
         if op is ReduceOp.SUM:
             total = total / self.num_copies
@@ -60,7 +63,7 @@ class ShardGroups:
         if not own.requires_grad:
             return total
         if op is ReduceOp.SUM:
-            return total + (own - own.detach())
+            return total + (own - own.detach())  # adds 0, with the gradient of own
         return torch.where(own.detach() == total, own, total)
 
 

@@ -105,7 +105,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         CollectiveMismatchError: On every rank, when the ranks' modules or settings differ, naming the first difference.
         UnsupportedOpError: On every rank, naming it: a parameter or buffer that collectives can't send or that can't be
             written to, or a parameter with hooks or of another FSDP or DDP.
-        DistributedTimeoutError: Some rank did not come.
+        DistributedTimeoutError: A rank did not call in time.
         TypeError, ValueError: An argument is wrong; on every rank, when they have different local tensors of a DTensor.
     """
 
@@ -445,7 +445,7 @@ def _check_arguments(module: torch.nn.Module, strategy: object, mixed_precision:
 def _check_prefetch(**counts: int) -> None:
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"{name} must be a number of units from 0, not {count!r}")
+            raise ValueError(f"{name} must be a number of units, at least 0, not {count!r}")
 
 
 def _choose_device(device: torch.device, *, cpu_offload: bool) -> torch.device:

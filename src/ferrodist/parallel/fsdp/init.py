@@ -18,7 +18,7 @@ from ferrodist.parallel.fsdp.flat_layout import FlatLayout, dim_order, layout_id
 from ferrodist.parallel.fsdp.flat_memory import allocate_shards
 from ferrodist.parallel.fsdp.flat_param import FlatParameters
 from ferrodist.parallel.fsdp.unit import Unit
-from ferrodist.parallel.module_guard import claim_parameters, describe_owner
+from ferrodist.parallel.module_guard import claim_parameters, describe_claim
 from ferrodist.parallel.module_init import (
     describe,
     describe_tensors,
@@ -88,7 +88,7 @@ def _find_refusal(specs: Sequence[UnitSpec], root: torch.nn.Module, device: torc
     parameters = {name: parameter for spec in specs for name, parameter in spec.parameters.items()}
     if reason := _device_refusal({**parameters, **dict(root.named_buffers())}, device, group):
         return reason
-    if reason := describe_owner(parameters.items()):
+    if reason := describe_claim(parameters.items()):
         return f"{reason}: build the module anew"
     for name, parameter in parameters.items():
         if reason := _parameter_refusal(parameter):

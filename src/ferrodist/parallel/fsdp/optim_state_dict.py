@@ -17,7 +17,7 @@ from ferrodist.collectives.all_gather import all_gather_with_sizes
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.parallel.fsdp.dtensor_params import full_tensor
-from ferrodist.parallel.fsdp.state_dict import check_owner, describe_owner
+from ferrodist.parallel.fsdp.state_dict import check_shard_identity, shard_identity
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class OptimizerStateDict:
         """Copy this rank's shard of an optimizer's state."""
         locations = self._locate(optimizer)
         return {
-            **describe_owner(self._axes, self._flats),
+            **shard_identity(self._axes, self._flats),
             "state": {
                 name: {key: _copy(value) for key, value in optimizer.state[parameter].items()}
                 for parameter, (name, *_) in locations.items()
@@ -103,7 +103,7 @@ class OptimizerStateDict:
 
     def load_sharded(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load this rank's shard of an optimizer's state."""
-        check_owner(state, describe_owner(self._axes, self._flats), "optimizer")
+        check_shard_identity(state, shard_identity(self._axes, self._flats), "optimizer")
         locations = self._locate(optimizer)
         if problem := _find_form_mismatch(optimizer, locations, state):
             raise ValueError(f"the optimizer state does not fit the optimizer: {problem}. Nothing was loaded.")

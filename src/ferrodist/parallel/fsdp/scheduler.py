@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.collectives.all_to_all import barrier
+from ferrodist.collectives.barrier import barrier
 from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, add_error_context, describe_error
 from ferrodist.parallel.fsdp.backward_plan import Action, BackwardRun, ForwardTrace, Step, plan_backward
 from ferrodist.parallel.fsdp.flat_memory import GradientBuffer
@@ -92,6 +92,7 @@ class UnitScheduler:
             self.pre_forward(unit)
 
         def post_forward(_module: torch.nn.Module, _args: object, output: Any) -> None:
+            # With always_call=True torch calls this after an error too, with output None.
             self.post_forward(unit, output, succeeded=output is not None or sys.exc_info()[0] is None)
 
         def check(module: torch.nn.Module, _args: object) -> None:
@@ -103,7 +104,7 @@ class UnitScheduler:
 
         for module in {module for flat in unit.flats for slots in flat.slots for module, _ in slots}:
             module.register_forward_pre_hook(outside_of_compiler(check), prepend=True)
-        if unit.index:
+        if not unit.is_root:
             unit.module.register_forward_pre_hook(outside_of_compiler(pre_forward), prepend=True)
             unit.module.register_forward_hook(outside_of_compiler(post_forward), always_call=True)
 
@@ -155,7 +156,7 @@ class UnitScheduler:
                 unit.finish_gather()
             return
         if self._trace is None:
-            if unit.index:
+            if not unit.is_root:
                 raise RuntimeError(
                     f"{unit.title} was called outside of its model's forward, while its parameters are not gathered:"
                     " call the FSDP, or use summon_full_params()"
@@ -187,39 +188,49 @@ class UnitScheduler:
             return
         if self._trace is None:  # a failure has ended this forward
             return
-        trace, closed = self._trace, None
-        while self._open_calls and closed is None:
-            index, call = self._open_calls.pop()
-            closed = call if index == unit.index else None
+        trace, closed = self._trace, self._close_call(unit)
         if closed is None:
             return
         if succeeded:
             trace.end_call(unit.index, closed)
             self._check_outputs(unit, output)
-        will_return = succeeded and self._watch_outputs(output, trace, closed)
-        is_open = any(index == unit.index for index, _ in self._open_calls)
-        stays = will_return and (not self._reshards_after_forward or unit.index in {0, *self._last_ended})
-        stays |= unit.index != 0 and unit in self._unsharded_units
-        if not unit.index:
+        backward_may_follow = succeeded and self._watch_outputs(output, trace, closed)
+        is_open = any(index == unit.index for index, _ in self._open_calls)  # as in a recursive module
+        if unit.is_root:
             self._trace = None
-        if not stays and not is_open:
+        if not is_open and not self._stays_gathered(unit, backward_may_follow=backward_may_follow):
             self._free(unit)
-        if not unit.index:
-            self._end_forward(trace, succeeded=succeeded, will_return=will_return)
+        if unit.is_root:
+            self._end_forward(trace, succeeded=succeeded, backward_may_follow=backward_may_follow)
 
-    def _end_forward(self, trace: ForwardTrace, *, succeeded: bool, will_return: bool) -> None:
+    def _close_call(self, unit: Unit) -> int | None:
+        """Close a unit's innermost open call, and calls inside it that never ended; returns its index, or None."""
+        while self._open_calls:
+            index, call = self._open_calls.pop()
+            if index == unit.index:
+                return call
+        return None
+
+    def _stays_gathered(self, unit: Unit, *, backward_may_follow: bool) -> bool:
+        """True if a unit is not freed when its forward ends; see [Note: phases of a step]."""
+        if unit in self._unsharded_units and not unit.is_root:
+            return True
+        is_first_in_backward = unit.is_root or unit.index in self._last_ended
+        return backward_may_follow and (is_first_in_backward or not self._reshards_after_forward)
+
+    def _end_forward(self, trace: ForwardTrace, *, succeeded: bool, backward_may_follow: bool) -> None:
         if succeeded:
             self._forward_order = trace.order
             self._last_ended = trace.last_ended(1 + self._backward_prefetch)
         self._open_calls.clear()
         self._prefetched.clear()
-        if succeeded and self._uses_shared_views and not will_return:
+        if succeeded and self._uses_shared_views and not backward_may_follow:
             for index, versions in trace.versions.items():  # other ranks may still compute with this rank's shards
                 with self._abort_on_error():
                     self.units[index].check_unchanged(versions, until="the end of a forward")
         used = {*trace.versions, *(unit.index for unit in self._unsharded_units)}
         for unit in self.units:
-            if not will_return or unit.index not in used:
+            if not backward_may_follow or unit.index not in used:
                 self._free(unit)
             # Programs access gradients and optimizers between forward and backward.
             unit.set_module_params(full=False)

@@ -129,7 +129,7 @@ class ModelStateDict:
                     "shape": list(flat.layout.shapes[index]),
                 }
         return {
-            **describe_owner(self._axes, self._flats),
+            **shard_identity(self._axes, self._flats),
             "parameters": parameters,
             "buffers": {name: local_tensor(buffer).detach().clone() for name, buffer in self._buffers().items()},
             "extra_state": {name: module.get_extra_state() for name, module in self._extras.items()},
@@ -138,7 +138,7 @@ class ModelStateDict:
     @torch.no_grad()
     def load_sharded(self, state: Mapping[str, Any]) -> None:
         """Load this rank's shard of the state."""
-        check_owner(state, describe_owner(self._axes, self._flats), "model")
+        check_shard_identity(state, shard_identity(self._axes, self._flats), "model")
         state = {"extra_state": {}, **state}
         own = self.sharded()
         if problem := _find_sharded_mismatch(own, state):
@@ -171,9 +171,9 @@ class ModelStateDict:
         if not isinstance(state, Mapping):
             return "it is not a dict"
         if missing := sorted({*shapes, *self._extras} - set(state)):
-            return f"it lacks {missing[0]!r} and {len(missing) - 1} more"
+            return f"it lacks {_first_of(missing)}"
         if unknown := sorted(set(state) - set(self._module.state_dict(keep_vars=True))):
-            return f"it has {unknown[0]!r}, which the module does not have, and {len(unknown) - 1} more"
+            return f"it has {_first_of(unknown)}, which the module does not have"
         for name, shape in shapes.items():
             if not isinstance(state[name], torch.Tensor):
                 return f"{name!r} is not a tensor"
@@ -182,7 +182,11 @@ class ModelStateDict:
         return None
 
 
-def describe_owner(axes: ShardAxes, flats: Sequence[FlatParameters]) -> dict[str, Any]:
+def _first_of(names: Sequence[str]) -> str:
+    return f"{names[0]!r} and {len(names) - 1} more" if len(names) > 1 else repr(names[0])
+
+
+def shard_identity(axes: ShardAxes, flats: Sequence[FlatParameters]) -> dict[str, Any]:
     """The entries of a sharded state that identify the rank and its shards.
 
     ``parts`` is for DTensors' local tensors, ``orders`` for dims that are not row-major.
@@ -203,24 +207,24 @@ def describe_owner(axes: ShardAxes, flats: Sequence[FlatParameters]) -> dict[str
     return {"rank": axes.world.rank, "world_size": axes.world.world_size, **more}
 
 
-def check_owner(state: Mapping[str, Any], owner: Mapping[str, Any], what: str) -> None:
-    """Raise ValueError unless a sharded state is this rank's, given by `describe_owner`."""
+def check_shard_identity(state: Mapping[str, Any], identity: Mapping[str, Any], what: str) -> None:
+    """Raise ValueError unless a sharded state has this rank's `shard_identity`."""
     if not isinstance(state, dict) or not {"rank", "world_size"} <= set(state):
         raise ValueError(f"this is not a sharded {what} state: it lacks rank and world_size")
-    if (state["rank"], state["world_size"]) != (owner["rank"], owner["world_size"]):
+    if (state["rank"], state["world_size"]) != (identity["rank"], identity["world_size"]):
         raise ValueError(
             f"this is the {what} state of rank {state['rank']} of {state['world_size']}, and this is rank"
-            f" {owner['rank']} of {owner['world_size']}: sharded states fit the rank that saved them, full ones any"
-            " number. Nothing was loaded."
+            f" {identity['rank']} of {identity['world_size']}: sharded states fit the rank that saved them, full ones"
+            " any number. Nothing was loaded."
         )
-    if owner.get("orders", {}) != state.get("orders", {}):
-        name = min({*owner.get("orders", {}), *state.get("orders", {})})
+    if identity.get("orders", {}) != state.get("orders", {}):
+        name = min({*identity.get("orders", {}), *state.get("orders", {})})
         raise ValueError(
             f"the {what} state has the elements of {name!r}, or of another parameter, in another order than this model,"
             " as weights in memory_format=torch.channels_last have: make the model as it was, or save full states."
             " Nothing was loaded."
         )
-    own, saved = owner.get("parts", {}), state.get("parts", {})
+    own, saved = identity.get("parts", {}), state.get("parts", {})
     for name in sorted({*own, *saved}):
         if own.get(name) != saved.get(name):
             raise ValueError(

@@ -54,6 +54,11 @@ class Unit:
         self.has_full_params = False  # True if the module has full parameters; otherwise it has its shards
 
     @property
+    def is_root(self) -> bool:
+        """True for the outermost unit, whose forward is the model's."""
+        return self.index == 0
+
+    @property
     def title(self) -> str:
         """The unit's name in messages."""
         kind = type(self.module).__name__

@@ -41,7 +41,7 @@ def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any]
     sizes = {int(tensor.shape[0]) for tensor in tensors if tensor.dim()}
     if len(sizes) > 1:
         raise ValueError(
-            f"the tensors of {what} have {sorted(sizes)} samples along dim 0, which must be equally many: divide them"
+            f"the tensors of {what} have sizes {sorted(sizes)} in dim 0, which must be equal: divide them"
             " yourself, and pass Microbatches([...])"
         )
     if not sizes:
@@ -187,18 +187,18 @@ class Losses:
             raise TypeError(f"loss_reduction must be a LossReduction, not {reduction!r}")
         self.reduction = reduction
         self._num_microbatches = num_microbatches
-        self.values: list[float] = []  # the losses of the last step, on all ranks
+        self.all_losses: list[float] = []  # those of the last step's microbatches, on every rank
         self.gradients: dict[int, list[torch.Tensor | None]] = {}  # each loss's weight, with which backward begins
         self._counts: dict[str, Sequence[int]] = {}
-        self._values: dict[int, float] = {}
+        self._own_losses: dict[int, float] = {}  # by microbatch, on the rank of the last stage
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Forget the previous step."""
         self.gradients.clear()
         self._counts.clear()
-        self._values.clear()
+        self._own_losses.clear()
 
-    def count(self, counts: Sequence[int] | None, what: str) -> None:
+    def set_sample_counts(self, counts: Sequence[int] | None, what: str) -> None:
         """Set the numbers of samples of the inputs' or targets' microbatches; None if they are unknown."""
         if counts is not None:
             self._counts[what] = counts
@@ -218,20 +218,21 @@ class Losses:
                 "the loss has no gradient, because no tensor that it was computed from requires grad: use forward() for"
                 " losses alone"
             )
-        self._values[microbatch] = float(loss.detach())
+        self._own_losses[microbatch] = float(loss.detach())
         self.gradients[microbatch] = [torch.full_like(loss, self._weight(microbatch))]
         return [loss]
 
-    def gather(self, group: Backend, timeout: float) -> torch.Tensor:
+    def reduce_to_all(self, group: Backend, timeout: float) -> torch.Tensor:
         """Share the losses with all ranks and return the batch's loss; every rank calls this at the end of a step."""
         count = self._num_microbatches
+        # losses | weights | samples of the inputs, samples of the targets | 1 if microbatches are uneven
         own = torch.zeros(2 * count + len(_BATCHES) + 1, dtype=torch.float64, device="cpu")
-        for index, value in self._values.items():
+        for index, value in self._own_losses.items():
             own[index], own[count + index] = value, self._weight(index)
-        own[2 * count : -1] = torch.tensor([sum(self._counts.get(end, ())) for end in _BATCHES], device="cpu")
+        own[2 * count : -1] = torch.tensor([sum(self._counts.get(name, ())) for name in _BATCHES], device="cpu")
         own[-1] = len(set(self._counts.get("inputs", ()))) > 1
         found = allreduce(own, group=group, out=own, timeout=timeout).tolist()
-        self.values, weights = found[:count], found[count : 2 * count]
+        self.all_losses, weights = found[:count], found[count : 2 * count]
         num_inputs, num_targets, is_uneven = found[2 * count :]
         if num_inputs and num_targets and num_inputs != num_targets:
             raise CollectiveMismatchError(
@@ -244,7 +245,7 @@ class Losses:
                 " each counts in the mean: take a batch that can be divided, or a loss_fn with targets, or"
                 " LossReduction.SUM"
             )
-        total = sum(weight * value for weight, value in zip(weights, self.values, strict=True))
+        total = sum(weight * value for weight, value in zip(weights, self.all_losses, strict=True))
         return torch.tensor(total, dtype=torch.float64, device="cpu")
 
     def _weight(self, microbatch: int) -> float:

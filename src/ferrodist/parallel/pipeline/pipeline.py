@@ -10,7 +10,7 @@ import torch
 
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.backends.subgroup import SubBackend
-from ferrodist.collectives.all_to_all import barrier
+from ferrodist.collectives.barrier import barrier
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.deadline import Deadline, check_timeout
@@ -25,7 +25,7 @@ from ferrodist.parallel.module_init import verify_across_ranks
 from ferrodist.parallel.pipeline.microbatch import Losses, LossReduction, Microbatches, Outputs, split_batch
 from ferrodist.parallel.pipeline.schedule.build import PipelineSchedule, resolve_schedule
 from ferrodist.parallel.pipeline.schedule.lowering import backward_only, forward_only
-from ferrodist.parallel.pipeline.schedule_executor import ScheduleExecutor, StepInputs
+from ferrodist.parallel.pipeline.schedule_executor import ScheduleExecutor, StepData
 from ferrodist.parallel.pipeline.split import Stages, find_shared
 from ferrodist.parallel.pipeline.stage import Stage, find_edges
 from ferrodist.parallel.pipeline.state_dict import StateDictMapper
@@ -174,7 +174,7 @@ class Pipeline(TransparentWrapper):
         found = {index: stages[index] for index in self.schedule.rank_stages[rank]}
         self._local_stages = {index: module for index, module in found.items() if module is not None}
         shared = find_shared(stages) if shared is None else shared
-        self._tied = self._compare(stages, shared)
+        self._tied = self._verify_and_tie(stages, shared)
         self.stages = torch.nn.ModuleDict({str(index): module for index, module in self._local_stages.items()})
         prefixes = (stages if isinstance(stages, Stages) else Stages(stages)).prefixes
         self._mapper = StateDictMapper(self._local_stages, prefixes)
@@ -192,7 +192,7 @@ class Pipeline(TransparentWrapper):
     @property
     def losses(self) -> list[float]:
         """The losses of the last step's microbatches; the same on all ranks."""
-        return self._losses.values
+        return self._losses.all_losses
 
     @property
     def peak_activations(self) -> int:
@@ -226,11 +226,11 @@ class Pipeline(TransparentWrapper):
         ):
             self._check_stages()
             self._executor.reset()  # after a forward without a backward
-            step_inputs = self._step_inputs(inputs, targets)
+            step_data = self._step_data(inputs, targets)
             self._tied.before_step()
-            self._executor.run(self.schedule.actions[self._parent.rank], step_inputs, group, limit)
+            self._executor.run(self.schedule.actions[self._parent.rank], step_data, group, limit)
             self._tied.after_step(group, Deadline(limit))
-            return self._losses.gather(group, limit)
+            return self._losses.reduce_to_all(group, limit)
 
     def forward(self, inputs: Any = None, *, timeout: float | None = None) -> Any:
         """Run forward alone; all ranks call this.
@@ -253,8 +253,8 @@ class Pipeline(TransparentWrapper):
             self._executor.reset()
             outputs = Outputs()
             microbatches = self._split(inputs, 0)
-            step_inputs = StepInputs(microbatches, outputs.add, {})
-            self._executor.run(self._forward_actions, step_inputs, group, limit)
+            step_data = StepData(microbatches, outputs.add, {})
+            self._executor.run(self._forward_actions, step_data, group, limit)
             is_divided = torch.tensor([self._owns_stage(0) and isinstance(inputs, Microbatches)], device="cpu")
             is_divided = allreduce(is_divided, ReduceOp.MAX, group=group, timeout=limit)
             outputs.is_joined = not is_divided
@@ -277,9 +277,9 @@ class Pipeline(TransparentWrapper):
             outputs, self._executor.outputs_for_backward = self._executor.outputs_for_backward, None
             if outputs is None:
                 raise RuntimeError("there is no forward to run backward from: call forward() first, without no_grad()")
-            step_inputs = StepInputs([], outputs.add, outputs.split(gradients) if self._owns_stage(-1) else {})
+            step_data = StepData([], outputs.add, outputs.split(gradients) if self._owns_stage(-1) else {})
             self._tied.before_step()
-            self._executor.run(self._backward_actions, step_inputs, group, limit)
+            self._executor.run(self._backward_actions, step_data, group, limit)
             self._tied.after_step(group, Deadline(limit))
             barrier(group, timeout=limit)
 
@@ -349,11 +349,11 @@ class Pipeline(TransparentWrapper):
             return []
         what = "inputs" if index == 0 else "targets"
         microbatches, counts = split_batch(inputs, self.num_microbatches, what)
-        self._losses.count(counts, what)
+        self._losses.set_sample_counts(counts, what)
         return microbatches
 
-    def _step_inputs(self, inputs: Any, targets: Any) -> StepInputs:
-        self._losses.begin()
+    def _step_data(self, inputs: Any, targets: Any) -> StepData:
+        self._losses.reset()
         microbatches = self._split(inputs, 0)
         if self._loss_fn is None and targets is not None:
             raise ValueError("targets are for loss_fn, but the pipeline was made without one")
@@ -363,9 +363,9 @@ class Pipeline(TransparentWrapper):
             loss = self._loss_fn(value, microbatch_targets[microbatch]) if self._loss_fn else value
             return self._losses.add(microbatch, loss)
 
-        return StepInputs(microbatches, on_output, self._losses.gradients)
+        return StepData(microbatches, on_output, self._losses.gradients)
 
-    def _compare(
+    def _verify_and_tie(
         self, stages: Sequence[torch.nn.Module | None], shared: Sequence[Sequence[tuple[int, str]]]
     ) -> TiedParameters:
         """Verify that all ranks make the same pipeline; returns this rank's tied parameters."""

@@ -28,7 +28,7 @@ from ferrodist.collectives.tensor_protocol import TensorReceive, start_send
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError
 from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind
-from ferrodist.parallel.pipeline.stage import MAIN, Edge, Gradients, Stage
+from ferrodist.parallel.pipeline.stage import MAIN, Edge, EdgeGradients, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -134,19 +134,19 @@ class _TransferKey(NamedTuple):
     is_gradient: bool
 
 
-class StepInputs(NamedTuple):
-    """Inputs of the first stage and gradients of the last one, for each microbatch; empty on other ranks.
+class StepData(NamedTuple):
+    """What a step's microbatches start from: inputs of the first stage, gradients of the last; empty on other ranks.
 
     ``on_output`` is called with a microbatch's index and the last stage's result, and returns the tensors from which
     its backward begins; ``gradients`` are theirs, from the start of that backward on.
     """
 
-    inputs: Sequence[Any]
+    microbatches: Sequence[Any]
     on_output: Callable[[int, Any], list[torch.Tensor]]
     gradients: Mapping[int, list[torch.Tensor | None]]
 
 
-_NO_INPUTS = StepInputs([], lambda *_: [], {})
+_NO_DATA = StepData([], lambda *_: [], {})
 
 
 class ScheduleExecutor:
@@ -166,14 +166,14 @@ class ScheduleExecutor:
         self._pending_recvs: dict[_TransferKey, PendingRecv] = {}
         self._large_transfers: set[tuple[Edge, bool]] = set()  # directions whose last value had out-of-band tensors
         self._sends: list[Request] = []
-        self._inputs = _NO_INPUTS
+        self._data = _NO_DATA
         self.current_action: Action | None = None  # the last action that was started
         self.outputs_for_backward: Outputs | None = None  # of a forward that waits for its backward
         self.peak_in_flight = 0  # largest number of microbatches between forward and backward, in all stages together
 
-    def run(self, actions: Iterable[Action], inputs: StepInputs, group: Backend, timeout: float) -> None:
+    def run(self, actions: Iterable[Action], data: StepData, group: Backend, timeout: float) -> None:
         """Execute this rank's actions, and return when all sends are done."""
-        self._inputs, self._group, self._timeout = inputs, group, timeout
+        self._data, self._group, self._timeout = data, group, timeout
         self.peak_in_flight = 0
         for action in actions:
             self.current_action = action
@@ -181,13 +181,13 @@ class ScheduleExecutor:
         self.current_action = None
         wait_all(self._sends, Deadline(timeout))
         self._sends.clear()
-        self._inputs = _NO_INPUTS  # a batch may be large
+        self._data = _NO_DATA  # a batch may be large
 
     def reset(self) -> None:
         """Cancel everything under way."""
         self.current_action = None
         self.outputs_for_backward = None
-        self._inputs = _NO_INPUTS
+        self._data = _NO_DATA
         for pending in self._pending_recvs.values():
             pending.cancel()
         for request in self._sends:
@@ -227,9 +227,9 @@ class ScheduleExecutor:
         stage = self._stages[index]
         keys = [_TransferKey(edge, microbatch, is_gradient=False) for edge in self._incoming[index]]
         received = {key.edge.name: self._receive(key) for key in keys}
-        output = stage.forward(microbatch, received, self._inputs.inputs[microbatch] if index == 0 else None)
+        output = stage.forward(microbatch, received, self._data.microbatches[microbatch] if index == 0 else None)
         if index == len(self._stage_ranks) - 1:
-            stage.retain_outputs(microbatch, MAIN, self._inputs.on_output(microbatch, output.value))
+            stage.retain_outputs(microbatch, MAIN, self._data.on_output(microbatch, output.value))
         wanted = {edge.name for edge in self._outgoing[index]} - {MAIN}
         if output.skips.keys() != wanted:
             raise ValueError(
@@ -259,9 +259,9 @@ class ScheduleExecutor:
     def _backward(self, index: int, microbatch: int, *, is_whole: bool) -> None:
         stage = self._stages[index]
         keys = [_TransferKey(edge, microbatch, is_gradient=True) for edge in self._outgoing[index]]
-        gradients: Gradients = {key.edge.name: self._receive(key).open() for key in keys}
+        gradients: EdgeGradients = {key.edge.name: self._receive(key).open() for key in keys}
         if index == len(self._stage_ranks) - 1:
-            gradients[MAIN] = self._inputs.gradients[microbatch]
+            gradients[MAIN] = self._data.gradients[microbatch]
         found = (stage.backward if is_whole else stage.backward_input)(microbatch, gradients)
         for edge in self._incoming[index]:
             packed = PackedValue.of(found[edge.name], "gradients")

@@ -48,7 +48,7 @@ def find_edges(num_stages: int, skips: Mapping[str, tuple[int, int]]) -> list[Ed
     return edges
 
 
-Gradients = dict[str, list[torch.Tensor | None]]  # by edge: those of tensors that require one, in order
+EdgeGradients = dict[str, list[torch.Tensor | None]]  # by edge: those of tensors that require one, in order
 
 
 class PipelineOutput:
@@ -86,14 +86,14 @@ class _InFlightMicrobatch(NamedTuple):
 class Stage:
     """A module and its microbatches in flight."""
 
-    def __init__(self, module: torch.nn.Module, last: int) -> None:
+    def __init__(self, module: torch.nn.Module, last_microbatch: int) -> None:
         self.module = module
-        self._last_microbatch = last
+        self._last_microbatch = last_microbatch
         self._grad_syncer: Any = module if hasattr(module, "no_sync") else None
         """The module, if it averages gradients over other ranks, as DDP and FSDP do."""
         self._is_sequential = type(unwrap(module)).forward is torch.nn.Sequential.forward
         self._in_flight: dict[int, _InFlightMicrobatch] = {}
-        self._weights: dict[int, WeightBackward | None] = {}
+        self._weight_backwards: dict[int, WeightBackward | None] = {}
 
     @property
     def device(self) -> torch.device:
@@ -105,7 +105,7 @@ class Stage:
     @property
     def num_in_flight(self) -> int:
         """Number of microbatches that have run forward and not finished backward."""
-        return len(self._in_flight) + len(self._weights)
+        return len(self._in_flight) + len(self._weight_backwards)
 
     def forward(self, microbatch: int, received: Mapping[str, PackedValue], value: Any) -> PipelineOutput:
         """Call the module."""
@@ -141,7 +141,7 @@ class Stage:
         if microbatch in self._in_flight:
             self._in_flight[microbatch].outputs[name] = tensors
 
-    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
+    def backward(self, microbatch: int, gradients: EdgeGradients) -> EdgeGradients:
         """Compute the gradients of the inputs from those of the outputs, and add those of the parameters."""
         in_flight = self._in_flight.pop(microbatch)
         tensors, gradients_given = _outputs_with_gradients(in_flight, gradients)
@@ -154,29 +154,29 @@ class Stage:
                 torch.autograd.backward(tensors, gradients_given)
         return {name: [leaf.grad for leaf in leaves] for name, leaves in in_flight.inputs.items()}
 
-    def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
+    def backward_input(self, microbatch: int, gradients: EdgeGradients) -> EdgeGradients:
         """Compute the gradients of the inputs, and leave those of the parameters to `backward_weight`."""
         if self._grad_syncer is not None:
             # Its hooks on gradients expect all of them in one backward.
-            self._weights[microbatch] = None
+            self._weight_backwards[microbatch] = None
             return self.backward(microbatch, gradients)
         in_flight = self._in_flight.pop(microbatch)
         tensors, gradients_given = _outputs_with_gradients(in_flight, gradients)
         leaves = [leaf for each in in_flight.inputs.values() for leaf in each]
-        found, self._weights[microbatch] = backward_inputs(tensors, gradients_given, leaves)
+        found, self._weight_backwards[microbatch] = backward_inputs(tensors, gradients_given, leaves)
         remaining = iter(found)
         return {name: [next(remaining) for _ in each] for name, each in in_flight.inputs.items()}
 
     def backward_weight(self, microbatch: int) -> None:
         """Add the gradients of the parameters."""
-        weights = self._weights.pop(microbatch)
+        weights = self._weight_backwards.pop(microbatch)
         if weights is not None:
             weights.run()
 
     def reset(self) -> None:
         """Drop all microbatches in flight."""
         self._in_flight.clear()
-        self._weights.clear()
+        self._weight_backwards.clear()
 
     def drop_unsynced(self) -> None:
         """Drop gradients that a module was to average later; the next step would count them."""
@@ -190,7 +190,7 @@ class Stage:
 
 
 def _outputs_with_gradients(
-    in_flight: _InFlightMicrobatch, gradients: Gradients
+    in_flight: _InFlightMicrobatch, gradients: EdgeGradients
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """The outputs that have a gradient, and their gradients."""
     pairs = [

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from ferrodist.arguments import check_type
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.parallel.module_guard import describe_owner
+from ferrodist.parallel.module_guard import describe_claim
 from ferrodist.parallel.module_init import describe, describe_tensors, find_initialiser, has_meta_tensors
 from ferrodist.parallel.tensor_parallel.module_io import find_arguments
 from ferrodist.parallel.tensor_parallel.styles import Style
@@ -131,7 +131,7 @@ def _check_dim(name: str, parameter: nn.Parameter, placement: Placement) -> None
 
 def check_values(module: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
     """Raise unless all parameters and buffers can be sent, and those on the meta device initialized."""
-    if reason := describe_owner(module.named_parameters()):
+    if reason := describe_claim(module.named_parameters()):
         raise ValueError(f"{reason}: parallelize the module first, and wrap it afterwards")
     for name, one in module.named_modules():
         if has_meta_tensors(one):

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class IOPlacements:
     """The placements to which a module's inputs and outputs are redistributed.
 
-    ``wanted`` is one for all inputs, one for each argument in order, or by the names of arguments, however these are
-    passed; ``outputs`` one for all, or one for each. None leaves them as they are.
+    ``wanted`` is for the inputs: one placement for all, one for each argument in order, or by the names of arguments,
+    however these are passed; ``outputs`` is one for all outputs, or one for each. None leaves them as they are.
     """
 
     wanted: Placement | Sequence[Placement | None] | Mapping[str, Placement] | None = None
@@ -78,7 +78,9 @@ def _refuse(style: Style, *names: str) -> None:
     defaults = {one.name: one.default for one in fields(style)} | {"parameters": {}}
     for name in names:
         if getattr(style, name) != defaults[name]:
-            raise TypeError(f"{type(style).__name__} decides by itself what {name} are: use Style for other placements")
+            raise TypeError(
+                f"{type(style).__name__} sets {name} by itself: leave it out, or use Style for other placements"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -340,7 +340,7 @@ def test_a_custom_hook():
 @pytest.mark.parametrize(
     ("hook", "text"),
     [
-        (lambda bucket: bucket.tensor, "returns what a collective's async form returned, not Tensor"),
+        (lambda bucket: bucket.tensor, "must return a PendingCollective, as async_allreduce"),
         (
             lambda bucket: async_allreduce(bucket.tensor[:1].clone(), group=bucket.group),
             r"gave shape \(1,\) for a bucket",

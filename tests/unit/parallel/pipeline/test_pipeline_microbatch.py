@@ -115,7 +115,7 @@ def test_outputs_that_cannot_be_joined(values):
 
 def share(losses):
     """What a pipeline of one rank knows of the losses at the end of a step."""
-    return run_ranks(lambda group: losses.gather(group, 10).item(), 1)[0]
+    return run_ranks(lambda group: losses.reduce_to_all(group, 10).item(), 1)[0]
 
 
 def test_weights_of_losses():
@@ -127,8 +127,8 @@ def test_weights_of_losses():
         (mean, None, [1 / 3] * 3),
         (total, [3, 2, 2], [1.0] * 3),
     ):
-        losses.begin()
-        losses.count(counts, "targets")
+        losses.reset()
+        losses.set_sample_counts(counts, "targets")
         weights = []
         for microbatch, value in enumerate(values):
             (begun,) = losses.add(microbatch, value)
@@ -136,9 +136,9 @@ def test_weights_of_losses():
             weights.append(losses.gradients[microbatch][0].item())
         assert weights == pytest.approx(expected)
         assert share(losses) == pytest.approx(sum(w * v.item() for w, v in zip(expected, values, strict=True)))
-        assert losses.values == [1.0, 2.0, 6.0]
-    mean.begin()
-    assert (share(mean), mean.values) == (0, [0.0] * 3)
+        assert losses.all_losses == [1.0, 2.0, 6.0]
+    mean.reset()
+    assert (share(mean), mean.all_losses) == (0, [0.0] * 3)
 
 
 def test_losses_without_gradients():
@@ -169,8 +169,8 @@ def test_wrong_losses(wrong):
 def test_numbers_of_samples_are_compared(reduction, inputs, targets, message):
     """Inputs and targets have equally many, where both are known; uneven ones can't be weighted without targets."""
     losses = Losses(reduction, 2)
-    losses.count(inputs, "inputs")
-    losses.count(targets, "targets")
+    losses.set_sample_counts(inputs, "inputs")
+    losses.set_sample_counts(targets, "targets")
     if message is None:
         share(losses)
         return

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from ferrodist.parallel.pipeline.schedule.build import PipelineSchedule, build_schedule
-from ferrodist.parallel.pipeline.schedule.ir import ActionKind, Schedule, Slot, assign_microbatches, repeat
+from ferrodist.parallel.pipeline.schedule.ir import ActionKind, Schedule, Slot, assign_microbatches, parse_slots
 from ferrodist.parallel.pipeline.schedule.lowering import add_communication
 from ferrodist.parallel.pipeline.schedule.timeline import Costs, count_activations, predict
 from ferrodist.parallel.pipeline.schedule.validate import check_schedule
@@ -264,7 +264,7 @@ def test_which_is_faster(ranks):
 
 def test_slots_are_counted_by_stage_and_kind():
     """A whole backward counts as both halves, and excess microbatches are left out."""
-    slots = repeat("F1 F0", 2) + repeat("B1", 1) + repeat("I1", 1) + repeat("W1", 1)
+    slots = parse_slots("F1 F0", 2) + parse_slots("B1", 1) + parse_slots("I1", 1) + parse_slots("W1", 1)
     assert slots[0] == Slot(ActionKind.FORWARD, 1)
     all_of_them = " ".join(map(str, assign_microbatches(slots, (2, 7), 2)))
     assert all_of_them == "F7.0 F2.0 F7.1 F2.1 B7.0 I7.1 W7.1"

@@ -7,7 +7,7 @@ from torch import nn
 from ferrodist.errors import DistributedTimeoutError
 from ferrodist.parallel.pipeline import schedule_executor
 from ferrodist.parallel.pipeline.schedule.ir import Action
-from ferrodist.parallel.pipeline.schedule_executor import ScheduleExecutor, StepInputs
+from ferrodist.parallel.pipeline.schedule_executor import ScheduleExecutor, StepData
 from ferrodist.parallel.pipeline.stage import Stage, find_edges
 from ferrodist.testing import run_ranks
 
@@ -29,7 +29,7 @@ def run(own, text, group, inputs=(), timeout=5):
         taken[microbatch] = value
         return []
 
-    own.run(map(Action.from_text, text.split()), StepInputs(inputs, take, {}), group, timeout)
+    own.run(map(Action.from_text, text.split()), StepData(inputs, take, {}), group, timeout)
     return taken
 
 

@@ -44,7 +44,7 @@ def begin(stage, microbatch):
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_gradients_are_averaged_once(is_whole):
     """Only the microbatch whose backward is last averages; also with split backwards, which then are whole."""
-    stage = Stage(fill(Averaging()), last=0)
+    stage = Stage(fill(Averaging()), last_microbatch=0)
     for microbatch in range(3):
         begin(stage, microbatch)
     assert stage.num_in_flight == 3
@@ -65,7 +65,7 @@ def test_gradients_are_averaged_once(is_whole):
 
 def test_without_gradients():
     """A forward in no_grad() retains nothing, nor does a reset stage."""
-    stage = Stage(fill(nn.Linear(3, 3)), last=0)
+    stage = Stage(fill(nn.Linear(3, 3)), last_microbatch=0)
     with torch.no_grad():
         assert not begin(stage, 0).requires_grad
     assert stage.num_in_flight == 0
@@ -80,7 +80,7 @@ def test_without_gradients():
 def test_outputs_without_gradients():
     """An output without a gradient is left out; if none has one there is no backward."""
     for made in ([None], [torch.ones(2, 3)]):
-        stage = Stage(fill(nn.Linear(3, 3)), last=0)
+        stage = Stage(fill(nn.Linear(3, 3)), last_microbatch=0)
         output = begin(stage, 0)
         stage.retain_outputs(0, "skip", [output * 2])
         (found,) = stage.backward(0, {MAIN: made, "skip": [None]})[MAIN]

@@ -255,7 +255,7 @@ def test_invalid_plan_changes_nothing(plan, error, message):
     ],
 )
 def test_style_refuses_fields_that_it_would_ignore(style, options):
-    with pytest.raises(TypeError, match=f"{style.__name__} decides by itself what {next(iter(options))} are"):
+    with pytest.raises(TypeError, match=f"{style.__name__} sets {next(iter(options))} by itself: leave it out"):
         style(**options)
 
 

@@ -46,15 +46,17 @@ class _ScheduleKind(NamedTuple):
 
     slots: Callable[[PipelineSize, int], list[Slot]]
     stages_per_rank: int = 1
-    allows_any_number: bool = False
+    allows_any_stages_per_rank: bool = False
     is_v_shaped: bool = False
 
 
 _KINDS = {
     PipelineSchedule.GPIPE: _ScheduleKind(breadth_first),
     PipelineSchedule.ONE_F_ONE_B: _ScheduleKind(one_f_one_b),
-    PipelineSchedule.INTERLEAVED_ONE_F_ONE_B: _ScheduleKind(one_f_one_b, stages_per_rank=2, allows_any_number=True),
-    PipelineSchedule.LOOPED_BFS: _ScheduleKind(breadth_first, stages_per_rank=2, allows_any_number=True),
+    PipelineSchedule.INTERLEAVED_ONE_F_ONE_B: _ScheduleKind(
+        one_f_one_b, stages_per_rank=2, allows_any_stages_per_rank=True
+    ),
+    PipelineSchedule.LOOPED_BFS: _ScheduleKind(breadth_first, stages_per_rank=2, allows_any_stages_per_rank=True),
     PipelineSchedule.ZERO_BUBBLE_H1: _ScheduleKind(zero_bubble_h1),
     PipelineSchedule.ZERO_BUBBLE_V: _ScheduleKind(zero_bubble_v, stages_per_rank=2, is_v_shaped=True),
     PipelineSchedule.DUAL_PIPE_V: _ScheduleKind(dual_pipe_v, stages_per_rank=2, is_v_shaped=True),
@@ -84,23 +86,23 @@ def build_schedule(
         raise TypeError(
             f"kind must be a PipelineSchedule, not {kind!r}: it has {', '.join(PipelineSchedule.__members__)}"
         )
-    builder = _KINDS[kind]
+    rules = _KINDS[kind]
     if stages_per_rank is None:
-        stages_per_rank = builder.stages_per_rank
+        stages_per_rank = rules.stages_per_rank
     size = PipelineSize(
         num_ranks=check_int("num_ranks", num_ranks, min=1),
         num_microbatches=check_int("num_microbatches", num_microbatches, min=1),
         stages_per_rank=check_int("stages_per_rank", stages_per_rank, min=1),
     )
-    if not builder.allows_any_number and stages_per_rank != builder.stages_per_rank:
+    if not rules.allows_any_stages_per_rank and stages_per_rank != rules.stages_per_rank:
         raise ValueError(
-            f"{kind.value} has stages_per_rank={builder.stages_per_rank}, not {stages_per_rank}: leave it out, or take"
+            f"{kind.value} has stages_per_rank={rules.stages_per_rank}, not {stages_per_rank}: leave it out, or take"
             " PipelineSchedule.INTERLEAVED_ONE_F_ONE_B or LOOPED_BFS, which allow any number"
         )
-    stage_ranks = _stage_ranks(size, is_v_shaped=builder.is_v_shaped)
+    stage_ranks = _stage_ranks(size, is_v_shaped=rules.is_v_shaped)
     actions = (
         assign_microbatches(
-            builder.slots(size, rank),
+            rules.slots(size, rank),
             [stage for stage, owner in enumerate(stage_ranks) if owner == rank],
             size.num_microbatches,
         )

@@ -16,7 +16,7 @@ Backwards are split only where a half lets other ranks begin earlier. The schedu
 microbatches; see [Note: fewer microbatches].
 """
 
-from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, repeat
+from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, parse_slots
 
 
 def dual_pipe_v(size: PipelineSize, rank: int) -> list[Slot]:
@@ -25,17 +25,17 @@ def dual_pipe_v(size: PipelineSize, rank: int) -> list[Slot]:
     ranks_after = size.num_ranks - rank - 1
     split_pairs, split_alone = divmod(rank + 1, 2)
     return (
-        repeat("F0", 2 * ranks_after)
-        + repeat("F0 F1", rank + 1)
-        + repeat("I1 W1 F1", ranks_after)
-        + repeat("F0 B1 F1 B0", num_microbatches - size.num_ranks - ranks_after)
-        + repeat("B1 F1 B0", ranks_after)
+        parse_slots("F0", 2 * ranks_after)
+        + parse_slots("F0 F1", rank + 1)
+        + parse_slots("I1 W1 F1", ranks_after)
+        + parse_slots("F0 B1 F1 B0", num_microbatches - size.num_ranks - ranks_after)
+        + parse_slots("B1 F1 B0", ranks_after)
         # The remaining backwards: rank + 1 pairs, split in the second half, then those down to the first rank.
-        + repeat("B1 B0", split_pairs)
-        + repeat("B1 I0", split_alone)
-        + repeat("I1 I0", split_pairs)
+        + parse_slots("B1 B0", split_pairs)
+        + parse_slots("B1 I0", split_alone)
+        + parse_slots("I1 I0", split_pairs)
         # Each waits for the next rank, and a pending W fills the time.
-        + repeat("W0 I0", ranks_after)
-        + repeat("W1", split_pairs)
-        + repeat("W0", split_pairs + split_alone)
+        + parse_slots("W0 I0", ranks_after)
+        + parse_slots("W1", split_pairs)
+        + parse_slots("W0", split_pairs + split_alone)
     )

@@ -12,14 +12,14 @@ With p ranks, v stages on each and m microbatches, where a forward of one stage 
 - every rank holds m v activations.
 """
 
-from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, repeat
+from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, parse_slots
 
 
 def breadth_first(size: PipelineSize, rank: int) -> list[Slot]:
     """A rank's slots: each stage's forwards, first stage first, then each one's backwards, last stage first."""
     del rank  # all ranks have the same slots, and only wait differently
     local_stages = range(size.stages_per_rank)
-    forwards = [slot for local_stage in local_stages for slot in repeat(f"F{local_stage}", size.num_microbatches)]
+    forwards = [slot for local_stage in local_stages for slot in parse_slots(f"F{local_stage}", size.num_microbatches)]
     return forwards + [
-        slot for local_stage in reversed(local_stages) for slot in repeat(f"B{local_stage}", size.num_microbatches)
+        slot for local_stage in reversed(local_stages) for slot in parse_slots(f"B{local_stage}", size.num_microbatches)
     ]

@@ -214,8 +214,8 @@ class Slot(NamedTuple):
     local_stage: int
 
 
-def repeat(text: str, times: int) -> list[Slot]:
-    """Repeat slots."""
+def parse_slots(text: str, times: int) -> list[Slot]:
+    """Parse slots, each a kind and a local stage as in ``"F0 B1"``, and repeat the list."""
     assert times >= 0, f"{text} has {times} times"
     return [Slot(ActionKind(word[0]), int(word[1:])) for word in text.split()] * times
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, repeat
+from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, parse_slots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,4 +60,6 @@ def _groups(size: PipelineSize) -> list[int]:
 
 
 def _grouped(kind: str, local_stages: Sequence[int], groups: Sequence[int]) -> list[Slot]:
-    return [slot for group in groups for local_stage in local_stages for slot in repeat(f"{kind}{local_stage}", group)]
+    return [
+        slot for group in groups for local_stage in local_stages for slot in parse_slots(f"{kind}{local_stage}", group)
+    ]

@@ -18,7 +18,7 @@ Both are built for those numbers of microbatches at least; see [Note: fewer micr
 ranks wait for part of the difference; a schedule made for measured times, as in the papers, can do with less.
 """
 
-from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, repeat
+from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, parse_slots
 
 
 def zero_bubble_h1(size: PipelineSize, rank: int) -> list[Slot]:
@@ -26,12 +26,12 @@ def zero_bubble_h1(size: PipelineSize, rank: int) -> list[Slot]:
     num_microbatches = max(size.num_microbatches, size.num_ranks)
     ranks_after = size.num_ranks - rank - 1
     return (
-        repeat("F0", ranks_after)
+        parse_slots("F0", ranks_after)
         # Previous ranks are as many forwards ahead, so there is memory to defer as many W.
-        + repeat("F0 I0", rank)
-        + repeat("F0 I0 W0", num_microbatches - ranks_after - rank)
-        + repeat("I0 W0", ranks_after)
-        + repeat("W0", rank)
+        + parse_slots("F0 I0", rank)
+        + parse_slots("F0 I0 W0", num_microbatches - ranks_after - rank)
+        + parse_slots("I0 W0", ranks_after)
+        + parse_slots("W0", rank)
     )
 
 
@@ -41,16 +41,16 @@ def zero_bubble_v(size: PipelineSize, rank: int) -> list[Slot]:
     num_microbatches = max(size.num_microbatches, 2 * size.num_ranks - 1)
     return (
         # One forward for each stage from this rank down to the point of the V and up again.
-        repeat("F0", 2 * ranks_here_on - 1)
+        parse_slots("F0", 2 * ranks_here_on - 1)
         # Forwards up the V continue to the first rank, where the backwards begin.
-        + repeat("F1 F0", rank)
-        + repeat("F1 I1 W1", ranks_here_on)
-        + repeat("F0 I0 W0 F1 I1 W1", num_microbatches - size.num_ranks - ranks_here_on + 1)
+        + parse_slots("F1 F0", rank)
+        + parse_slots("F1 I1 W1", ranks_here_on)
+        + parse_slots("F0 I0 W0 F1 I1 W1", num_microbatches - size.num_ranks - ranks_here_on + 1)
         # All forwards down are done: as many were ahead of those up.
-        + repeat("I0 W0 F1 I1 W1", ranks_here_on - 1)
+        + parse_slots("I0 W0 F1 I1 W1", ranks_here_on - 1)
         # Previous ranks wait for these, and none for W, which comes last.
-        + repeat("I0 I1", rank)
-        + repeat("I0 W0", ranks_here_on)
-        + repeat("W1", rank)
-        + repeat("W0", rank)
+        + parse_slots("I0 I1", rank)
+        + parse_slots("I0 W0", ranks_here_on)
+        + parse_slots("W1", rank)
+        + parse_slots("W0", rank)
     )

@@ -61,18 +61,23 @@ def find_latest(
 
 
 def remove_old(
-    saved: str, keep_last: int, storage_options: Mapping[str, Any] | None, names: re.Pattern[str] | None = None
+    new_path: str,
+    keep_last: int,
+    storage_options: Mapping[str, Any] | None,
+    name_pattern: re.Pattern[str] | None = None,
 ) -> None:
     """Remove all but the newest ``keep_last`` checkpoints beside, and including, a new one; failures are logged.
 
-    Damaged ones neither count nor are removed, nor are folders whose names don't match ``names``.
+    Damaged ones neither count nor are removed, nor are folders whose names don't match ``name_pattern``.
     """
     try:
-        newest = read_manifest(open_storage(saved, storage_options)).save_id  # by whatever path it was saved
-        others = [found for found in _scan(parent_path(saved), storage_options) if found.manifest.save_id != newest]
-        others = [found for found in others if names is None or names.fullmatch(found.path.rpartition("/")[2])]
+        newest = read_manifest(open_storage(new_path, storage_options)).save_id  # by whatever path it was saved
+        others = [found for found in _scan(parent_path(new_path), storage_options) if found.manifest.save_id != newest]
+        others = [
+            found for found in others if name_pattern is None or name_pattern.fullmatch(found.path.rpartition("/")[2])
+        ]
     except (OSError, DistCheckpointError) as error:
-        _logger.warning("checkpoints older than %s can't be listed: %s", saved, error)
+        _logger.warning("checkpoints older than %s can't be listed: %s", new_path, error)
         return
     for found in others[: max(0, len(others) + 1 - keep_last)]:
         _remove(found)
@@ -82,7 +87,7 @@ def _remove(found: _Checkpoint) -> None:
     try:
         with found.storage.exclusive(Deadline(0.0)):
             if read_manifest(found.storage).save_id != found.manifest.save_id:
-                return  # another job has saved there meanwhile
+                return  # another job has new_path there meanwhile
             found.storage.remove([INDEX_NAME])  # first, since its name doesn't say whose it is
             found.storage.remove([MANIFEST_NAME])  # before the files, so that no checkpoint ever lacks some
             found.storage.remove([file.name for file in found.manifest.files])
