@@ -69,9 +69,9 @@ if TYPE_CHECKING:
     from ferrodist.collectives.all_to_all import all_to_all as all_to_all
     from ferrodist.collectives.all_to_all import all_to_all_single_uneven as all_to_all_single_uneven
     from ferrodist.collectives.all_to_all import async_all_to_all as async_all_to_all
-    from ferrodist.collectives.all_to_all import barrier as barrier
-    from ferrodist.collectives.all_to_all import monitored_barrier as monitored_barrier
     from ferrodist.collectives.arguments import compute_shard_sizes as compute_shard_sizes
+    from ferrodist.collectives.barrier import barrier as barrier
+    from ferrodist.collectives.barrier import monitored_barrier as monitored_barrier
     from ferrodist.collectives.coalescing import coalesce as coalesce
     from ferrodist.collectives.gather import gather as gather
     from ferrodist.collectives.gather import scatter as scatter
@@ -177,7 +177,8 @@ _NAMES_BY_MODULE = {
     "backends.ucc": "UccBackend is_ucc_available",
     "collectives.all_gather": "all_gather all_gather_uneven async_all_gather async_reduce_scatter reduce_scatter"
     " reduce_scatter_tensor",
-    "collectives.all_to_all": "all_to_all all_to_all_single_uneven async_all_to_all barrier monitored_barrier",
+    "collectives.all_to_all": "all_to_all all_to_all_single_uneven async_all_to_all",
+    "collectives.barrier": "barrier monitored_barrier",
     "collectives.arguments": "compute_shard_sizes",
     "collectives.coalescing": "coalesce",
     "collectives.gather": "gather scatter",

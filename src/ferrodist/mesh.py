@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
+_MESH_COUNTS = "mesh.counts"  # the group attachment that counts the meshes of each description that this rank has made
+
+_lock = threading.Lock()
+
 _MAX_DRAWN_RANKS = 1024  # larger grids are not drawn, only described
 
 
@@ -55,11 +59,6 @@ def draw_grid(shape: Sequence[int], axis_names: Sequence[str], ranks: Sequence[i
             marked = [f"[{rank}]" if rank == own else f" {rank} " for rank in cells]
             lines.append(header.rjust(len(corner)) + "".join(cell.rjust(width) for cell in marked))
     return "\n".join(line.rstrip() for line in lines)
-
-
-_MESH_COUNTS = "mesh.counts"  # the group attachment that counts the meshes of each description that this rank has made
-
-_lock = threading.Lock()
 
 
 class DeviceMesh:

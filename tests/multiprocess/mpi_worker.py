@@ -21,17 +21,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.mpi import collectives, runtime
+from ferrodist.backends.mpi import data_plane, runtime
 from ferrodist.backends.polling import wait_until
 from ferrodist.backends.process_group import use_group
 from ferrodist.deadline import Deadline
 from ferrodist.testing import BACKEND_CHECKS
-from ferrodist.testing.conformance.backend import deadlines, harness, subgroups
+from ferrodist.testing.conformance import harness
+from ferrodist.testing.conformance.backend import deadlines, subgroups
 from ferrodist.testing.conformance.backend import failures as backend_failures
 from ferrodist.testing.conformance.backend import messages as backend_messages
-from ferrodist.testing.conformance.backend.harness import public_functions
 from ferrodist.testing.conformance.collectives import data_movement, p2p, reductions
 from ferrodist.testing.conformance.collectives.suite import COLLECTIVE_CHECKS
+from ferrodist.testing.conformance.harness import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -167,13 +168,13 @@ def conform(folder: Path, extent: str) -> dict[str, Any]:
     for check in BACKEND_CHECKS if extent == "whole" else _OF_BACKENDS:
         attempt(check.__name__, functools.partial(check, runner, 3))
     if extent == "whole":
-        rounds = [(2, collectives.MAX_COLLECTIVE_BYTES, check) for check in COLLECTIVE_CHECKS]
+        rounds = [(2, data_plane.MAX_COLLECTIVE_BYTES, check) for check in COLLECTIVE_CHECKS]
         rounds += [(2, _FEW_BYTES, check) for check in _IN_PIECES]
     else:
-        rounds = [(3, collectives.MAX_COLLECTIVE_BYTES, check) for check in _OF_COLLECTIVES]
+        rounds = [(3, data_plane.MAX_COLLECTIVE_BYTES, check) for check in _OF_COLLECTIVES]
     for size, most, check in rounds:
         if runner.is_member(size):
-            collectives.MAX_COLLECTIVE_BYTES, collectives.MAX_MESSAGE_BYTES = most, most // 2
+            data_plane.MAX_COLLECTIVE_BYTES, data_plane.MAX_MESSAGE_BYTES = most, most // 2
             attempt(f"{check.__name__} of {size} ranks, at most {most} bytes", lambda: runner.run(size, check))  # noqa: B023
     runner.finish()
     return {"failures": failures, "num_ranks": runner.num_ranks}

@@ -15,7 +15,7 @@ from forked_group import ForkedGroup, Report, attempt, open_descriptors
 from ucc_group import CONTROLS, UccRunner, open_ucc
 
 import ferrodist as fd
-from ferrodist.backends.ucc import collectives
+from ferrodist.backends.ucc import data_plane
 from ferrodist.backends.ucc.bindings import why_no_ucc
 from ferrodist.testing import BACKEND_CHECKS
 from ferrodist.testing.conformance.collectives.suite import COLLECTIVE_CHECKS
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.testing.conformance.backend.harness import BackendCheck
     from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
+    from ferrodist.testing.conformance.harness import BackendCheck
 
 _REASON = why_no_ucc()
 pytestmark = pytest.mark.skipif(_REASON is not None, reason=_REASON or "")
@@ -171,14 +171,14 @@ def test_a_rank_that_leaves_after_its_share(control: str) -> None:
     def program(group: Any, fork: ForkedGroup) -> Report:
         report = Report(group.rank)
         if group.rank == 0:
-            check_for_departures = collectives._DepartureWatch.check
+            check_for_departures = data_plane._DepartureWatch.check
 
             def check(self: Any) -> None:
                 check_for_departures(self)
-                if 1 in self._farewells:
+                if 1 in self._departures:
                     fork.release.set()
 
-            collectives._DepartureWatch.check = check  # type: ignore[method-assign]
+            data_plane._DepartureWatch.check = check  # type: ignore[method-assign]
         if group.rank == 2:  # begins its part when rank 0 knows that rank 1 has left
             start = group.data_plane.gather
 

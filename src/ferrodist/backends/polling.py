@@ -39,7 +39,7 @@ class Backoff:
         self._num_polls = 0
         self._seconds = _MIN_PAUSE_SECONDS
 
-    def rest(self, longest: float) -> bool:
+    def pause(self, longest: float) -> bool:
         """Pause for at most so many seconds; whether that was a sleep."""
         self._num_polls += 1
         if self._num_polls < _POLLS_WITHOUT_SLEEP:
@@ -57,6 +57,6 @@ def wait_until(done: Callable[[], bool], deadline: Deadline, is_over: Callable[[
         return True
     backoff = Backoff()
     while not done():
-        if (backoff.rest(deadline.remaining()) and is_over()) or deadline.expired:
+        if (backoff.pause(deadline.remaining()) and is_over()) or deadline.expired:
             return done()
     return True

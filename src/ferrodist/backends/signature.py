@@ -13,10 +13,10 @@ _HEADER = struct.Struct(f"<{_OPERATION_SIZE}s{_DTYPE_SIZE}s{_REDUCE_OP_SIZE}sihq
 _PAYLOAD_LENGTH = struct.Struct("<I")
 _PAYLOAD_START = _HEADER.size + _PAYLOAD_LENGTH.size
 
-CALL_SIZE = 192
-"""Size of an encoded call in bytes: three cache lines; every rank's fits in the first segment of a connection."""
+RECORD_BYTES = 192
+"""Size of a record (an encoded call) in bytes: three cache lines; every rank's fits in a connection's first segment."""
 
-MAX_PAYLOAD = CALL_SIZE - _PAYLOAD_START  # bytes of payload that travel with a call at no cost
+MAX_PAYLOAD = RECORD_BYTES - _PAYLOAD_START  # bytes of payload that travel with a call at no cost
 
 
 @lru_cache(maxsize=256)
@@ -40,9 +40,9 @@ class CollectiveSignature:
     payload: bytes = b""  # at most `MAX_PAYLOAD` bytes that every rank receives
 
     def encode(self) -> bytes:
-        """Encode the call in `CALL_SIZE` bytes."""
+        """Encode the call in `RECORD_BYTES` bytes."""
         assert len(self.payload) <= MAX_PAYLOAD
-        head = _HEADER.pack(
+        header = _HEADER.pack(
             _text(self.operation, _OPERATION_SIZE),
             _text(self.dtype, _DTYPE_SIZE),
             _text(self.reduce_op, _REDUCE_OP_SIZE),
@@ -51,7 +51,7 @@ class CollectiveSignature:
             self.count,
             self.sequence,
         )
-        return (head + _PAYLOAD_LENGTH.pack(len(self.payload)) + self.payload).ljust(CALL_SIZE, b"\0")
+        return (header + _PAYLOAD_LENGTH.pack(len(self.payload)) + self.payload).ljust(RECORD_BYTES, b"\0")
 
     @staticmethod
     def decode(record: bytes | memoryview) -> CollectiveSignature:

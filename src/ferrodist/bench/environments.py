@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.bench.cases import Peer
 from ferrodist.errors import BackendUnavailable
-from ferrodist.launch.mpi import find_mpiexec, is_open_mpi, mpiexec_command
+from ferrodist.launch.mpiexec import find_mpiexec, is_open_mpi, mpiexec_command
 from ferrodist.rendezvous.secret import SECRET_VARIABLE, make_secret
 
 if TYPE_CHECKING:

@@ -14,18 +14,20 @@ The modules::
     state.py               a state as a tree and tensors by key        load_plan.py  which tensors a load fills
     save_plan.py           who writes which boxes into which file      reader.py     reads manifests and boxes
     writer.py              writes a rank's safetensors file
-    commit.py              the commit, and leftovers of dead saves     retention.py  find, list, remove old ones
+    commit.py              the commit, and leftovers of dead saves     checkpoint_folder.py  list, find, remove
     consensus.py           steps that succeed on all ranks or none     async_checkpointer.py  saves in a thread
-    state_objects.py       OptimizerState, RandomState                 shard_metadata.py      shards by the program
+    optimizer_state.py, random_state.py                                shard_metadata.py      shards by the program
     format/                the state tree, the manifest, safetensors   storage/  local folders, object stores
     tools/                 inspect, verify, compare, reshard           convert/  other formats
 """
 
 from ferrodist.checkpoint.async_checkpointer import AsyncCheckpointer, CheckpointFuture
+from ferrodist.checkpoint.checkpoint_folder import find_latest, list_checkpoints
 from ferrodist.checkpoint.format.tree import PerRank
 from ferrodist.checkpoint.load import load_distributed
 from ferrodist.checkpoint.load_plan import Placed
-from ferrodist.checkpoint.retention import find_latest, list_checkpoints
+from ferrodist.checkpoint.optimizer_state import OptimizerState
+from ferrodist.checkpoint.random_state import RandomState
 from ferrodist.checkpoint.save import save_distributed
 from ferrodist.checkpoint.shard_metadata import (
     DistributedCheckpoint,
@@ -33,7 +35,6 @@ from ferrodist.checkpoint.shard_metadata import (
     TensorShardSpec,
     flat_shard_metadata,
 )
-from ferrodist.checkpoint.state_objects import OptimizerState, RandomState
 from ferrodist.checkpoint.tools.diff import Difference, DifferenceKind, compare
 from ferrodist.checkpoint.tools.inspect import Inspection, inspect_checkpoint
 from ferrodist.checkpoint.tools.reshard import reshard

@@ -10,16 +10,16 @@ of tensors are written before, under names that no committed manifest of the fol
 
 A save that failed, or whose ranks were killed, leaves the folder's manifest unchanged. Who removes what:
 
-    Save.discard            the ranks of a save that fails, before it can be committed: its files
-    _unpublish              rank 0, if the commit fails on a disk: files moved into place, unless the manifest is too
-    _clean_up               rank 0 after the commit: files of the earlier checkpoint and of dead saves
-    remove_dead_saves       the other ranks, if rank 0 has died: all of the save, unless it was or may be committed
-    remove_uncommitted      an AsyncCheckpointer as it opens: leftovers in folders of steps that have no manifest
-    retention.remove_old    rank 0 with ``keep_last``: older checkpoints, the manifest before its files
+    Save.discard              the ranks of a save that fails, before it can be committed: its files
+    _unpublish                rank 0, if the commit fails on a disk: files moved into place, unless the manifest is too
+    _clean_up                 rank 0 after the commit: files of the earlier checkpoint and of dead saves
+    remove_dead_saves         the other ranks, if rank 0 has died: all of the save, unless it was or may be committed
+    remove_uncommitted        an AsyncCheckpointer as it opens: leftovers in folders of steps that have no manifest
+    remove_old                rank 0 with ``keep_last``: older checkpoints, the manifest before its files
 
-    Storage.discard         a save's unpublished files
-    Storage.remove          files of the folder, by name
-    Storage.remove_leftovers    what saves of dead processes left unpublished; safe at any time
+    Storage.discard           a save's unpublished files
+    Storage.remove            files of the folder, by name
+    Storage.remove_leftovers  what saves of dead processes left unpublished; safe at any time
 """
 
 from __future__ import annotations

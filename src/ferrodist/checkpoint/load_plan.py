@@ -20,6 +20,7 @@ from ferrodist.checkpoint.format.tree import (
     split_node,
     tensor_key,
 )
+from ferrodist.checkpoint.optimizer_state import OptimizerState, empty_shard_like
 from ferrodist.checkpoint.state import (
     Stateful,
     check_tensor,
@@ -28,7 +29,6 @@ from ferrodist.checkpoint.state import (
     refuse_optimizer,
     tensor_identity,
 )
-from ferrodist.checkpoint.state_objects import OptimizerState, empty_shard_like
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.local_shards import LocalShard, flat_shard_of, local_shard
@@ -258,10 +258,10 @@ class LoadPlanner:
     def _match_module(self, node: Any, into: torch.nn.Module, path: tuple[object, ...]) -> Builder:
         state = module_state(into)
         inner = inner_module(into)
-        own = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
+        tensor_ids = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
         saved = _keys_and_nodes(node) or {}
         # Extra state and other values go through load_state_dict.
-        others = [key for key, value in state.items() if key in saved and id(value) not in own]
+        others = [key for key, value in state.items() if key in saved and id(value) not in tensor_ids]
         # None for values that are loaded as saved.
         wanted = {
             key: value if isinstance(value, torch.Tensor) and not key.endswith("_extra_state") else None
@@ -287,14 +287,14 @@ class LoadPlanner:
 
         return finish
 
-    def _match_saved(self, node: Any, own: Any, path: tuple[object, ...]) -> Builder:
+    def _match_saved(self, node: Any, current: Any, path: tuple[object, ...]) -> Builder:
         """Match all that a node has, with tensors sharded as they are now if they are."""
-        if isinstance(own, Mapping) and isinstance(node, dict) and "dict" in node:
+        if isinstance(current, Mapping) and isinstance(node, dict) and "dict" in node:
             members = node["dict"].items()
-            builders = {key: self._match_saved(each, own.get(key), (*path, key)) for key, each in members}
+            builders = {key: self._match_saved(each, current.get(key), (*path, key)) for key, each in members}
             return lambda: {key: build() for key, build in builders.items()}
-        if isinstance(own, torch.Tensor) and (isinstance(own, DTensor) or flat_shard_of(own) is not None):
-            return self._add_tensor(node, empty_shard_like(own, own.dtype), path)
+        if isinstance(current, torch.Tensor) and (isinstance(current, DTensor) or flat_shard_of(current) is not None):
+            return self._add_tensor(node, empty_shard_like(current, current.dtype), path)
         return self.decode(node, path)
 
     def _shapes(self, nodes: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -367,9 +367,9 @@ def _keys_and_nodes(node: Any) -> dict[Any, Any] | None:
 
 def _is_tied_and_saved(tensor: torch.Tensor, into: Mapping[Any, Any], saved: Collection[Any]) -> bool:
     """Return whether a tensor is tied to one that was saved: other writers save tied tensors once, under any name."""
-    own = tensor_identity(tensor)
+    identity = tensor_identity(tensor)
     others = (other for key, other in into.items() if key in saved and isinstance(other, torch.Tensor))
-    return any(tensor_identity(other) == own for other in others)
+    return any(tensor_identity(other) == identity for other in others)
 
 
 def _tied_name(key: Any, saved: Mapping[Any, Any], first_names: Mapping[str, str]) -> str | None:

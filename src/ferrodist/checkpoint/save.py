@@ -36,11 +36,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ferrodist.arguments import check_int
+from ferrodist.checkpoint.checkpoint_folder import remove_old
 from ferrodist.checkpoint.commit import check_owned, commit, make_manifest, remove_dead_saves
 from ferrodist.checkpoint.consensus import Phase, Rank0Exchange, call_on_all, is_of_group, resolve_group_or_alone
 from ferrodist.checkpoint.format.manifest import hash_bytes
 from ferrodist.checkpoint.format.safetensors import dtype_name
-from ferrodist.checkpoint.retention import remove_old
 from ferrodist.checkpoint.save_plan import (
     DEFAULT_FILE_BYTES,
     BoxReport,

@@ -110,7 +110,7 @@ class BoxReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorDescription(msgspec.Struct, array_like=True):
-    """What all ranks know of a tensor."""
+    """A tensor's description, equal on all ranks."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -21,7 +21,7 @@ from ferrodist.checkpoint.format.tree import (
     check_collisions,
     check_depth,
     encode_key,
-    encode_plain,
+    encode_leaf,
     path_text,
     tensor_key,
 )
@@ -188,7 +188,7 @@ class Encoder:
             members = [self.encode(each, (*path, index)) for index, each in enumerate(value)]
             mark = "size" if isinstance(value, torch.Size) else "tuple"
             return members if isinstance(value, list) else {mark: members}
-        return encode_plain(value, path)
+        return encode_leaf(value, path)
 
     def _encode_per_rank(self, value: Any, path: tuple[object, ...]) -> Node:
         before, known, was_own = set(self.tensors), self._keys_by_identity, self._in_per_rank

@@ -132,7 +132,7 @@ _DEVICES = ("on the CPU", "on a GPU")
 
 
 def share_sizes(operation: str, tensor: torch.Tensor, dim: int, group: Backend, timeout: float) -> list[int]:
-    """Share the sizes along a dim, which must be the same dim, of as many, on all ranks."""
+    """Share each rank's size along a dim; ``dim`` and the number of dims must be equal on all ranks."""
     refuse_in_coalesce(operation)
     engine_of(group, tensor.device)  # raises before other ranks wait for this one
     payload = _SIZE.pack(tensor.shape[dim], dim, tensor.dim(), tensor.is_cuda)

@@ -1,4 +1,4 @@
-"""all_to_all, which is its own gradient, and barrier."""
+"""all_to_all, which is its own gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
-from ferrodist.backends.cuda import record_use_on_streams
+from ferrodist.backends.cuda_streams import record_use_on_streams
 from ferrodist.backends.native.binding import compiled
 from ferrodist.collectives.arguments import (
     check_dim,
@@ -23,7 +23,6 @@ from ferrodist.collectives.arguments import (
     prepare_out,
     writing_to,
 )
-from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import start_all_to_all
 from ferrodist.collectives.profiling import is_recorded, profiled, record
@@ -38,34 +37,7 @@ if TYPE_CHECKING:
     from ferrodist.collectives.work import PendingCollective
 
 
-def barrier(group: Backend | None = None, *, timeout: float | None = None) -> None:
-    """Return when every rank of the group has called it.
-
-    Args:
-        group: The group; None is the default group.
-        timeout: Seconds; None takes the group's.
-
-    Raises:
-        CollectiveMismatchError: On all ranks, when one called something else.
-        DistributedTimeoutError: On all ranks, naming all stragglers.
-        PeerLostError: On all ranks, when one died.
-    """
-    if is_profiling() and not is_recorded():
-        record(barrier, group, timeout=timeout)
-        return
-    if timeout is None and compiled.fast_barrier(group):
-        return
-    chosen, limit = group_and_timeout(group, timeout)
-    op = CollectiveOp(kind=CollectiveKind.BARRIER, timeout=limit)
-    execute(PreparedCall(op=op, group=chosen, engine=host_engine_of(chosen), finish=lambda: None))
-
-
 @profiled
-def monitored_barrier(group: Backend | None = None, *, timeout: float | None = None) -> None:
-    """`barrier`, under torch's name: every barrier names all stragglers."""
-    barrier(group, timeout=timeout)
-
-
 @overload
 def all_to_all(
     tensors: torch.Tensor,

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.base import check_rank
-from ferrodist.backends.cuda import record_use_on_streams
+from ferrodist.backends.cuda_streams import record_use_on_streams
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.deadline import check_timeout
@@ -279,7 +279,7 @@ def _is_traced() -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """True if a tensor's elements are in memory, or could be if it has none."""
+    """True if a tensor has memory of its own; one without elements counts if it could have."""
     try:
         # `detach` first: a transform also wraps results of tensors that it did not wrap.
         return tensor.detach().data_ptr() != 0 or not tensor.numel()
@@ -352,13 +352,14 @@ def prepare_out(
     dtype: torch.dtype,
     source: torch.Tensor | None = None,
     *,
-    device: torch.device | None = None,  # of a fresh tensor; None is that of the source, or the CPU
-    dim: int = 0,  # the joined or divided one, counted from 0
+    device: torch.device | None = None,
+    dim: int = 0,
     in_place: bool = False,
 ) -> OutputBuffer:
     """Make or check the tensor a result goes to; raises as `check_out`.
 
-    ``in_place`` says whether the engine may write to its input, when that is ``out``.
+    ``device`` is that of a fresh tensor; None is that of the source, or the CPU. ``dim`` is the concatenated or split
+    one, from 0. ``in_place`` says whether the engine may write to its input, when that is ``out``.
     """
     check_out(out, source, shape=shape, dtype=dtype)
     if device is None:

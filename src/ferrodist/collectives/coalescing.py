@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
-from ferrodist.backends.cuda import record_use_on_streams
+from ferrodist.backends.cuda_streams import record_use_on_streams
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.backends.verification import left_reason
@@ -117,7 +117,7 @@ def _start(collected: list[_Collected], group: Backend) -> None:
     for members in runs:
         joined = submit(_fused(members))
         for _, pending in members:
-            pending.leader = joined  # which is done only when it is done on the GPU, too
+            pending.fused_into = joined  # which is done only when it is done on the GPU, too
             pending.is_started = True
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ferrodist.backends.native.collectives import NativeEngine
+from ferrodist.backends.native.engine import NativeEngine
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.collectives.arguments import group_and_timeout
 from ferrodist.collectives.reduce_op import check_dtype
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.native.symmetric_memory import ContiguousSharedView
+    from ferrodist.backends.native.shared_view import ContiguousSharedView
 
 # All ranks' memory together, which each rank maps: the address space of 48 bits.
 _MAX_BYTES = 1 << 48

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import Request, Stragglers
+    from ferrodist.backends.request import Request
+    from ferrodist.backends.stragglers import Stragglers
 
 MAX_DIMS = 12
 """Maximum number of dims: a header has room for as many."""
@@ -335,7 +336,7 @@ class TensorReceive(BaseRequest):
                 return
             tag = channel_tag(Channel.TENSOR_PAYLOAD, payload_id)
             if mismatch is not None:
-                self._check_cancelled(header, mismatch)
+                self._probe_cancelled_send(header, mismatch)
             else:
                 assert self._target is not None
                 self._start_payload(bytes_of(self._target.flat), tag, partial(self._take_payload, header))
@@ -356,7 +357,7 @@ class TensorReceive(BaseRequest):
     def _wrong_elements(self, header: TensorHeader) -> ProtocolError:
         return self._protocol_error(f"elements that are not those of its {header.dtype} tensor of shape {header.shape}")
 
-    def _check_open(self) -> None:
+    def _raise_if_cancelled(self) -> None:
         """Raise if the receive was cancelled, and leave its tensor to the next one; the caller holds the lock."""
         if self._cancelled:
             self._leave_unclaimed()
@@ -367,7 +368,7 @@ class TensorReceive(BaseRequest):
 
     def _take_inline(self, inline: memoryview, mismatch: DistributedError | None) -> None:
         with self._starting:
-            self._check_open()
+            self._raise_if_cancelled()
             self._is_complete = True
             if mismatch is None and inline:
                 assert self._target is not None
@@ -378,7 +379,7 @@ class TensorReceive(BaseRequest):
 
     def _start_payload(self, buffer: Buffer, tag: int, then: Callable[[Request], None]) -> None:
         with self._starting:
-            self._check_open()
+            self._raise_if_cancelled()
             payload = self._payload = self._group.irecv(buffer, self.peer, tag=tag)
         payload.add_done_callback(lambda: self._continue(then, payload))
 
@@ -392,11 +393,11 @@ class TensorReceive(BaseRequest):
         try:
             payload.wait(0)
         except SizeMismatchError:  # an empty message, if the send was cancelled
-            self._check_cancelled(header, self._wrong_elements(header))
+            self._probe_cancelled_send(header, self._wrong_elements(header))
         else:
             self.end()
 
-    def _check_cancelled(self, header: TensorHeader, error: DistributedError) -> None:
+    def _probe_cancelled_send(self, header: TensorHeader, error: DistributedError) -> None:
         """Start anew if the send was cancelled, else receive the unwanted payload and raise ``error``.
 
         A receive of zero bytes takes the empty message of a cancelled send, and fails at once on a payload or an offer.

@@ -21,12 +21,12 @@ import torch
 from typing_extensions import override
 
 from ferrodist.backends.collective_op import CollectiveKind
-from ferrodist.backends.cuda import streams_of
+from ferrodist.backends.cuda_streams import streams_of
 from ferrodist.backends.lifecycle import ExitStage, close_at_exit
 from ferrodist.backends.polling import wait_until
 from ferrodist.backends.verification import left_reason
-from ferrodist.collectives.cuda import StreamHandoff
 from ferrodist.collectives.engines.host import attached_to, host_engine_of
+from ferrodist.collectives.host_staging import StreamHandoff
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
 from ferrodist.resource_limits import naming_limits
@@ -144,12 +144,12 @@ class ThreadCollective(_StartedCollective[T_co]):
         super().__init__(op_name, group_name)
         self._ended = threading.Event()
         self.is_started = True  # False inside a `coalesce` block
-        self.leader: PendingCollective[object] | None = None  # with which it ends, and fails
+        self.fused_into: PendingCollective[object] | None = None  # ends and fails with this one
         self._order: Callable[[], None] | None = None
 
     @override
     def done(self) -> bool:
-        return self._ended.is_set() and (self.leader is None or self.leader.done())
+        return self._ended.is_set() and (self.fused_into is None or self.fused_into.done())
 
     @override
     def wait(self, timeout: float | None = None) -> T_co:
@@ -160,8 +160,8 @@ class ThreadCollective(_StartedCollective[T_co]):
             raise self._still_running(timeout)
         if self._error is not None:
             raise self._error.fresh() if isinstance(self._error, DistributedError) else self._error
-        if self.leader is not None:
-            self.leader.wait(timeout)
+        if self.fused_into is not None:
+            self.fused_into.wait(timeout)
         return self._get_result(self._order)
 
     def succeed(self, finish: Callable[[], T_co], *, order: Callable[[], None] | None = None) -> None:
@@ -217,7 +217,7 @@ class OperationQueue:
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"ferrodist-queue-{group.name}", daemon=True)
-        with naming_limits(f"what is started in group {group.name!r} has no thread", kind=DistributedError):
+        with naming_limits(f"the operations of group {group.name!r} have no thread", kind=DistributedError):
             self._thread.start()
         # The interpreter kills daemon threads, which in the middle of torch's code aborts the process; so the queues of
         # groups that were never closed are stopped first.

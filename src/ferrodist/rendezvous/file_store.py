@@ -210,7 +210,9 @@ class FileStore(TransactionalStore):
         if not stat.S_ISREG(status.st_mode):
             raise RendezvousError(f"{path} is not a regular file; choose another path for the store")
         if status.st_uid != os.geteuid():
-            raise RendezvousError(f"{path} belongs to user {status.st_uid}, so it cannot be trusted as a store")
+            raise RendezvousError(
+                f"{path} belongs to user {status.st_uid}, so it cannot be trusted as a store: choose another path"
+            )
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise RendezvousError(
                 f"{path} can be written by other users (mode {stat.S_IMODE(status.st_mode):o}), so it cannot "
@@ -224,7 +226,7 @@ class FileStore(TransactionalStore):
     def _lock_timeout_error(self, deadline: Deadline) -> DistributedTimeoutError:
         return DistributedTimeoutError(
             f"store file {self.path}: another process held its lock for {deadline.elapsed():.2f} s (limit "
-            f"{deadline.timeout:.2f} s)"
+            f"{deadline.timeout:.2f} s). Is one of the job's processes stopped, or the file system stuck?"
         )
 
     def _fail(self, error: OSError) -> NoReturn:

@@ -145,7 +145,9 @@ def rendezvous_in(
                 store, request, named, advice, on_leave=lambda _: None, server=server, is_private=is_private
             )
     except ValueError as error:  # raised by decoders
-        raise ProtocolError(f"{named}: it has what no rank writes into it: {error}") from error
+        raise ProtocolError(
+            f"{named}: it holds foreign data, which no rank wrote: {error}. Give the job a store of its own"
+        ) from error
 
 
 def enter_job(

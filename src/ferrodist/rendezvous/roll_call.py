@@ -29,7 +29,7 @@ import msgspec
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import DistributedError, DistributedTimeoutError, RendezvousError, error_to_wire, ranks_text
 from ferrodist.rendezvous.auth import JOIN_REPLY_DECODER, JoinReply
-from ferrodist.rendezvous.store import PrefixStore, Store
+from ferrodist.rendezvous.store import PrefixStore, Store, is_server_silent
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def await_all(store: Store, request: JoinRequest, where: str, *, stage: str = _C
     try:
         verdict = _await_verdict(store, view, request, where)
     except DistributedTimeoutError as error:
-        if error.ranks:  # the store's server itself is silent
+        if is_server_silent(error):
             raise
         verdict = _publish(view, _decide(store, request, where, stage), _PUBLISH_TIMEOUT)
     _raise_failure(verdict)
@@ -112,7 +112,7 @@ def _await_verdict(store: Store, view: Store, request: JoinRequest, where: str) 
         try:
             return view.get("verdict", timeout=warning.remaining())
         except DistributedTimeoutError as error:
-            if error.ranks:  # the store's server itself is silent
+            if is_server_silent(error):
                 raise
         claimed = list_claims(store, world_size)
         missing = [other for other in range(world_size) if other not in claimed]
@@ -202,7 +202,7 @@ def _get_if_present(store: Store, key: str) -> bytes:
     try:
         return store.get(key, timeout=0)
     except DistributedTimeoutError as error:
-        if error.ranks:
+        if is_server_silent(error):
             raise
         return b""
 

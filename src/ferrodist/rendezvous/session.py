@@ -62,8 +62,10 @@ class Session:
     __slots__ = ("incoming", "outgoing")
 
     def __init__(self, key: bytes, *, is_server: bool) -> None:
-        seals = [FrameAuthenticator(hmac.digest(key, b"from " + role, "sha256")) for role in (b"client", b"server")]
-        self.incoming, self.outgoing = seals if is_server else reversed(seals)
+        authenticators = [
+            FrameAuthenticator(hmac.digest(key, b"from " + role, "sha256")) for role in (b"client", b"server")
+        ]
+        self.incoming, self.outgoing = authenticators if is_server else reversed(authenticators)
 
 
 class Connection(socket.socket):

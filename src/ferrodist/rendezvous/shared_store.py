@@ -66,17 +66,16 @@ def join_through_store(
     where: str,
     advice: str,
     *,
-    # called once with a timeout in seconds, on leaving the store, or at once if ranks are missing
     on_leave: Callable[[float], None],
-    server: str | None = None,  # a host that all ranks have reached; None if unknown
-    # only this user can access the store: rank 0 of ranks without a secret writes a new one there; else they prove that
-    # they know their user's
+    server: str | None = None,
     is_private: bool,
 ) -> Membership:
     """Meet the other ranks in a store that no other job has used; all ranks call this, and all return or all raise.
 
     Errors are those of `rendezvous`. ``where`` and ``advice`` (for a store used before, a rank started twice) are for
-    messages.
+    messages. ``on_leave(timeout)`` is called once, on leaving the store, or at once if ranks are missing. ``server`` is
+    a host that all ranks have reached, if known. ``is_private`` says whether only this user can access the store: then
+    rank 0 of ranks without a secret writes a new one there; else such ranks prove that they know their user's.
     """
     secret, name = (_create_job if request.rank == 0 else _join_job)(
         store, request, where, advice, is_private=is_private

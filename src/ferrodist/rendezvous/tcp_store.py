@@ -201,7 +201,8 @@ class TcpStoreServer:
         with self._changed:
             if len(self._connections) >= self._max_connections:
                 raise RendezvousError(
-                    f"the store at {self.address} serves {self._max_connections} connections, its limit"
+                    f"the store at {self.address} serves {self._max_connections} connections, its limit:"
+                    " close some, or start the job with a larger limit"
                 )
 
     def _reject(self, reason: str) -> None:

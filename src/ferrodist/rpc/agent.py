@@ -121,20 +121,23 @@ class RpcAgent:
                 max_outstanding=most_outstanding,
                 timeout=self.timeout,
             )
-            self._rrefs.bind(self._client, self._server)  # they were made with it, and it needs them
+            self._rrefs.bind(self._client, self._server)  # a cycle: the client and the server use it, too
             self._names = WorkerNames(name or "", self._peers, self._server)
             self._shutdown = GracefulShutdown(self.rank, self.world_size, self._client, self._server)
+        self._start(most_outstanding, message_limit)
+
+    def _start(self, max_outstanding: int, message_limit: int) -> None:
         # A thread that is in torch while the interpreter ends would take the process down.
         at_exit(ExitStage.RPC_AGENTS, self.close)
         options = PeerOptions(
             executor=self._executor,
             tensor_pool=TensorPool(),
             tags=self._rrefs.tags,
-            max_outstanding=most_outstanding,
+            max_outstanding=max_outstanding,
             message_limit=message_limit,
         )
         try:
-            with _naming_limits(backend.rank):
+            with _naming_limits(self.rank):
                 listeners = (self._client, self._rrefs.refcounts, self._shutdown, self._names)
                 self._peers.start(options, self._server, listeners)
         except BaseException:

@@ -279,7 +279,7 @@ def _protocol_error(what: str, src: int) -> ProtocolError:
 
 
 class ReferenceTransfer(ABC):
-    """The references in a message, whose owners may have to know of them before it is sent."""
+    """The references in a message, whose owners may have to know of them before it is sent: an `RRefTransfer`."""
 
     @abstractmethod
     def send(

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import PersistentRecv, Request, WaitEvent
+    from ferrodist.backends.persistent_recv import PersistentRecv, WaitEvent
+    from ferrodist.backends.request import Request
     from ferrodist.rpc.executor import Executor, WaitEvents
 
 _POLL_INTERVAL_SECONDS = 0.002
@@ -147,7 +148,7 @@ class IncomingCall:
 class MessageHandler(Protocol):
     """Handles the messages of peers, in the threads that receive them; those of one peer in their order.
 
-    Methods must not block: until they return, nothing else is received.
+    Methods must not block: until they return, nothing else is received. `RpcServer` implements this.
     """
 
     def on_message(self, peer: Peer, kind: MessageKind, call_id: int, content: Content) -> None:

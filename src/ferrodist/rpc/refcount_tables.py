@@ -129,7 +129,7 @@ class PendingTransfers:
 
 
 class RefCountSender(Protocol):
-    """Sends what other ranks have to know of the counts, in the order of the calls."""
+    """Sends what other ranks have to know of the counts, in the order of the calls. `RefCountClient` implements it."""
 
     def send_release(self, user_rref: UserRRef) -> None:
         """Give back the references to an object, as many as `RRefTable.give_back` says."""

@@ -76,7 +76,7 @@ class UserRRef:
 
 
 class RRefOperations(Protocol):
-    """The agent's side of its references."""
+    """The agent's side of its references, which `RRefManager` implements."""
 
     rank: int
 

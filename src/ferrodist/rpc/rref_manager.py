@@ -190,8 +190,9 @@ class RRefService:
         self._manager = manager
         self._table = manager.refcounts.table
         self._server = server
-        for name in (CREATE, FETCH, METHOD):
+        for name in (CREATE, FETCH):
             server.register_internal(name, self._serve)
+        server.register_internal(METHOD, self._serve, is_prefix=True)
 
     def _serve(self, incoming: IncomingCall, call: Call) -> None:
         peer = incoming.peer.rank

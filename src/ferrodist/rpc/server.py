@@ -38,6 +38,17 @@ if TYPE_CHECKING:
     InternalHandler = Callable[[IncomingCall, Call], object]
 
 
+serving_agent: contextvars.ContextVar[Any] = contextvars.ContextVar("ferrodist-rpc-agent")
+"""The agent whose call a thread, or a coroutine, serves."""
+
+NOT_INTERNAL = "it is not an internal call of agents: do all ranks run the same version of ferrodist?"
+
+_MAX_INTERNAL_CALLS = 100  # internal calls beside those in a window: one for each response with references
+
+_MAX_FAILURE_CHARACTERS, _MAX_TYPE_NAME_CHARACTERS = 300, 40
+"""Lengths to which a failure is cut that can't be sent as it is: a frame has room for them, whatever the limit."""
+
+
 class FunctionRegistry:
     """The functions that may be called, by name; raises as `register`, and TypeError if they are not in a mapping."""
 
@@ -67,17 +78,6 @@ class FunctionRegistry:
         return {function for function in list(self.functions.values()) if isinstance(function, type)}
 
 
-serving_agent: contextvars.ContextVar[Any] = contextvars.ContextVar("ferrodist-rpc-agent")
-"""The agent whose call a thread, or a coroutine, serves."""
-
-NOT_INTERNAL = "it is not an internal call of agents: do all ranks run the same version of ferrodist?"
-
-_MAX_INTERNAL_CALLS = 100  # internal calls beside those in a window: one for each response with references
-
-_MAX_FAILURE_CHARACTERS, _MAX_TYPE_NAME_CHARACTERS = 300, 40
-"""Lengths to which a failure is cut that can't be sent as it is: a frame has room for them, whatever the limit."""
-
-
 class RpcServer(MessageHandler):
     """Handles the messages of peers: serves their calls, and hands responses to the client."""
 
@@ -98,16 +98,17 @@ class RpcServer(MessageHandler):
         self._max_incoming = 2 * max_outstanding + _MAX_INTERNAL_CALLS
         self._timeout = timeout
         self._internal: dict[str, InternalHandler] = {}
+        self._internal_prefixes: dict[str, InternalHandler] = {}
         self.serving: set[IncomingCall] = set()  # calls of users' functions that are not answered
         self._is_closing = False
 
-    def register_internal(self, name: str, handler: InternalHandler) -> None:
-        """Have internal calls of a name, or of a prefix of two parts, handled in the thread that receives them.
+    def register_internal(self, name: str, handler: InternalHandler, *, is_prefix: bool = False) -> None:
+        """Have internal calls of a name, or of all names with a prefix, handled in the thread that receives them.
 
         The handler, or something it starts, is to `respond`. It must not block; its RpcError or ValueError is the
         response.
         """
-        self._internal[name] = handler
+        (self._internal_prefixes if is_prefix else self._internal)[name] = handler
 
     def close(self) -> None:
         """Send no more failures: what fails now does so as the agent closes, which callers are about to learn."""
@@ -198,7 +199,9 @@ class RpcServer(MessageHandler):
             self.respond(incoming, Failure(FailureKind.UNDECODABLE, "", str(error), ""))
             return
         name = call.name
-        handler = self._internal.get(name) or self._internal.get(name[: name.find(".", len(OWN_NAMES)) + 1])
+        handler = self._internal.get(name)
+        if handler is None:
+            handler = next((each for prefix, each in self._internal_prefixes.items() if name.startswith(prefix)), None)
         if handler is None:
             self.respond(incoming, refusal(NOT_INTERNAL))
             return

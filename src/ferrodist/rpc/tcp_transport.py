@@ -34,6 +34,17 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.rendezvous.session import Connection
 
+_log = logging.getLogger(__name__)
+
+_PURPOSE = "rpc"
+
+_CONNECT_SECONDS = 5.0  # timeout of one attempt to connect; closing may have to wait for one
+
+_ARRIVAL_SECONDS = 1.0  # how long after the store's end a higher rank that had found this one may still connect
+
+_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.02, 5.0
+"""Pause between attempts to connect to a process that may be gone."""
+
 _LEFT = PeerExit(what="has left: its agent was closed")
 
 
@@ -86,18 +97,6 @@ class PairGroup(TcpBackend):
     def peer_left(self, group_id: int, rank: int, peer_exit: PeerExit = _LEFT) -> None:
         self.peer_has_left |= peer_exit is _LEFT
         super().peer_left(group_id, rank, peer_exit)
-
-
-_log = logging.getLogger(__name__)
-
-_PURPOSE = "rpc"
-
-_CONNECT_SECONDS = 5.0  # timeout of one attempt to connect; closing may have to wait for one
-
-_ARRIVAL_SECONDS = 1.0  # how long after the store's end a higher rank that had found this one may still connect
-
-_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.02, 5.0
-"""Pause between attempts to connect to a process that may be gone."""
 
 
 class TcpRpcBackend(RpcBackend):

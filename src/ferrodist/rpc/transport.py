@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from typing_extensions import override
 
-from ferrodist.backends.request import LockWaitEvent, WaitEvent
+from ferrodist.backends.persistent_recv import LockWaitEvent, WaitEvent
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.backends.subgroup import SubBackend
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TransportListener(Protocol):
-    """Listener for groups with other ranks. Any thread may call it, and must hold no lock."""
+    """Listener for groups with other ranks. `PeerManager` implements it. Any thread may call it, holding no lock."""
 
     def joined(self, peer: int, pair: Backend, version: tuple[int, int]) -> None:
         """Take a group with a rank.

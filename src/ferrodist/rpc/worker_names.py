@@ -35,7 +35,7 @@ class WorkerNames(PeerListener):
         self._lost: dict[str, int] = {}  # the last rank that had a name
         self._is_closed = False
         self.add(peers.rank, own_name)
-        server.register_internal(ANNOUNCE_NAME, self._on_hello)
+        server.register_internal(ANNOUNCE_NAME, self._on_announced_name)
 
     def close(self) -> None:
         """Let no thread wait for a name any more."""
@@ -98,7 +98,7 @@ class WorkerNames(PeerListener):
         self._announced.discard(rank)
         self._lost = {name: each for name, each in self._lost.items() if each != rank}
 
-    def _on_hello(self, incoming: IncomingCall, call: Call) -> None:
+    def _on_announced_name(self, incoming: IncomingCall, call: Call) -> None:
         if len(call.arguments) == 1 and isinstance(call.arguments[0], str):
             self.add(incoming.peer.rank, call.arguments[0])
         self._server.respond(incoming, None)

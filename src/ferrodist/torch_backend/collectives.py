@@ -219,10 +219,8 @@ def gather(
     target, results = None, []
     if isinstance(outputs, torch.Tensor):
         _check_whole(group, outputs, tensor)
-        target, results = (
-            Target(outputs, input_tensor=None if _is_own_part(group, outputs, tensor) else tensor),
-            [outputs],
-        )
+        target = Target(outputs, input_tensor=None if _is_own_part(group, outputs, tensor) else tensor)
+        results = [outputs]
     elif outputs is not None:
         _check_list(group, outputs, tensor, "outputs")
         target, results = Target(*outputs), list(outputs)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ferrodist.backends.cuda import record_use_on_streams
+from ferrodist.backends.cuda_streams import record_use_on_streams
 from ferrodist.collectives.arguments import elements_overlap, shares_memory
 from ferrodist.collectives.reduce_op import DTYPES
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
-from ferrodist.backends.cuda import record_use_on_streams
+from ferrodist.backends.cuda_streams import record_use_on_streams
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_backend.collectives import ArgumentComparison, CheckedCall
@@ -28,7 +28,7 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Check
     """Sum the ranks' COO tensors in rank order, in place; returns the calls, to run one after the other."""
     if tensor.layout is not torch.sparse_coo or op is not ReduceOp.SUM:
         raise UnsupportedOpError(
-            f"sparse tensors can only be summed, in layout sparse_coo; for {op} of {tensor.layout} pass a dense tensor"
+            f"sparse tensors can only be summed, in layout sparse_coo, not {op} of {tensor.layout}: pass a dense tensor"
         )
     own = tensor.data.coalesce()
     indices, values = own.indices().t().contiguous(), own.values().contiguous()

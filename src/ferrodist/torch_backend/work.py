@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ferrodist.backends.cuda import record_use_on_streams, streams_of
+from ferrodist.backends.cuda_streams import record_use_on_streams, streams_of
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.collectives.arguments import bytes_of
-from ferrodist.collectives.cuda import StreamHandoff
 from ferrodist.collectives.engines.gpu_staged import HostStagedP2P
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of
+from ferrodist.collectives.host_staging import StreamHandoff
 from ferrodist.collectives.work import PreparedCall, execute, submit, wait_for_started
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, describe_error
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from ferrodist.backends.request import Request
     from ferrodist.collectives.work import PendingCollective
     from ferrodist.torch_backend.collectives import CheckedCall
+
+_DRAIN_SECONDS = 10.0  # how long leaving a group waits for its messages to be received
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -289,8 +291,6 @@ class CallbackLevels:
                 self._levels.append(CallbackLevel(beside, self._threads))
         return self._levels[depth]
 
-
-_DRAIN_SECONDS = 10.0  # how long leaving a group waits for its messages to be received
 
 _SHUTDOWN_FUNCTIONS = {"shutdown", "_leave_at_exit"}  # methods of `FerrodistProcessGroup`
 _CALL_MODULES = ("ferrodist.backends.", "ferrodist.collectives.", "ferrodist.torch_backend.")

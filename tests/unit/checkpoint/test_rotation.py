@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ferrodist.checkpoint import find_latest, list_checkpoints, load_distributed, reshard, retention, save_distributed
+from ferrodist.checkpoint import (
+    checkpoint_folder,
+    find_latest,
+    list_checkpoints,
+    load_distributed,
+    reshard,
+    save_distributed,
+)
 from ferrodist.checkpoint.storage.local import LocalStorage
 from ferrodist.errors import DistCheckpointError
 from ferrodist.testing import run_ranks
@@ -147,14 +154,14 @@ def test_a_checkpoint_that_was_saved_again_stays(tmp_path: Path, monkeypatch: py
     """A checkpoint that another job has meanwhile saved to an old one's folder is not removed as old."""
     for step in (1, 2):
         _save(tmp_path / f"step-{step}")
-    remove = retention._remove
+    remove = checkpoint_folder._remove
 
     def save_and_remove(found: Any) -> None:
-        monkeypatch.setattr(retention, "_remove", remove)
+        monkeypatch.setattr(checkpoint_folder, "_remove", remove)
         save_distributed({"a": torch.zeros(3)}, found.path)
         remove(found)
 
-    monkeypatch.setattr(retention, "_remove", save_and_remove)
+    monkeypatch.setattr(checkpoint_folder, "_remove", save_and_remove)
     _save(tmp_path / "step-3", keep_last=2)
     assert load_distributed(tmp_path / "step-1")["a"].tolist() == [0.0] * 3
 

@@ -13,23 +13,23 @@ import torch
 from fake_streams import SCHEDULES, FakeStreams
 
 import ferrodist as fd
-from ferrodist.backends import cuda
+from ferrodist.backends import cuda_streams
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
-from ferrodist.backends.cuda import CudaStreams
+from ferrodist.backends.cuda_streams import CudaStreams
 from ferrodist.backends.sequencer import Sequencer
 from ferrodist.collectives.arguments import OutputBuffer, compute_shard_sizes
-from ferrodist.collectives.cuda import CopyPipeline, NotReachedError, Segment, StreamHandoff
 from ferrodist.collectives.engines import gpu_staged, select
 from ferrodist.collectives.engines.gpu_staged import HostStagedEngine, HostStagedP2P
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.host_p2p import Recv, Send
+from ferrodist.collectives.host_staging import CopyPipeline, NotReachedError, Segment, StreamHandoff
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_reduction, premultiplied_sum
 from ferrodist.collectives.work import PreparedCall, submit
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
-from ferrodist.testing.conformance.backend.harness import public_functions
-from ferrodist.testing.conformance.collectives import calling, data_movement, reductions
+from ferrodist.testing.conformance.collectives import call_forms, data_movement, reductions
 from ferrodist.testing.conformance.collectives.oracle import check_bits, elements
+from ferrodist.testing.conformance.harness import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -157,7 +157,7 @@ def test_every_dtype_and_reduction(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [check for module in (reductions, data_movement, calling) for check in public_functions(module)],
+    [check for module in (reductions, data_movement, call_forms) for check in public_functions(module)],
     ids=lambda check: check.__name__,
 )
 def test_conformance(check: Callable[[Backend], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -623,7 +623,7 @@ def test_memory_that_the_driver_refuses_to_pin(monkeypatch: pytest.MonkeyPatch) 
     """Where registering fails, the error that it leaves in the driver is not the next launch's."""
     answers, dropped = [1, 0], []
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: answers.pop(0))
-    monkeypatch.setattr(cuda, "_runtime", lambda: runtime)
+    monkeypatch.setattr(cuda_streams, "_runtime", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(CudaStreams, "_drop_error", lambda self: dropped.append(id(self)))
     streams = CudaStreams(torch.device("cuda", 0))
@@ -640,7 +640,7 @@ class _OnGpu(torch.Tensor):
 def test_memory_of_a_result_that_is_copied_on_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was made in the stream of who started the operation, and is read in that of who waits."""
     streams = FakeStreams()
-    monkeypatch.setattr(cuda, "streams_of", lambda _: streams)
+    monkeypatch.setattr(cuda_streams, "streams_of", lambda _: streams)
     flat = torch.arange(6.0).as_subclass(_OnGpu)
     out = torch.zeros(3, 2).t()
     with streams.using(streams.make("waiting")):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.signature import CALL_SIZE, MAX_PAYLOAD, CollectiveSignature
+from ferrodist.backends.signature import MAX_PAYLOAD, RECORD_BYTES, CollectiveSignature
 from ferrodist.collectives.reduce_op import DTYPES, PremultipliedSum, ReduceOp
 from ferrodist.testing import run_ranks
 
@@ -65,7 +65,7 @@ def test_signatures_round_trip(op: ReduceOp | PremultipliedSum) -> None:
             sequence=2**63,
             payload=bytes(range(MAX_PAYLOAD)),
         )
-        assert len(call.encode()) == CALL_SIZE
+        assert len(call.encode()) == RECORD_BYTES
         assert CollectiveSignature.decode(call.encode()) == call
     assert CollectiveSignature.decode(CollectiveSignature(operation="barrier").encode()) == CollectiveSignature(
         operation="barrier"

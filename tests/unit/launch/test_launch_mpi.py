@@ -10,14 +10,10 @@ import pytest
 
 from ferrodist.cli.main import main
 from ferrodist.errors import BackendUnavailable
-from ferrodist.launch.mpi import (
-    PmiServer,
-    find_mpiexec,
-    is_open_mpi,
-    mpiexec_command,
-    mpiexec_environment,
-)
-from ferrodist.launch.spec import LaunchSpec, MpiLauncher, with_stack_dumps
+from ferrodist.launch.mpiexec import find_mpiexec, is_open_mpi, mpiexec_command, mpiexec_environment
+from ferrodist.launch.pmi_server import PmiServer
+from ferrodist.launch.rank_environment import with_stack_dumps
+from ferrodist.launch.spec import LaunchSpec, MpiLauncher
 
 
 def spec(**changes):

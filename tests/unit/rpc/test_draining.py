@@ -46,7 +46,7 @@ class Ranks:
             future.set_exception(error)
         return future
 
-    def register_internal(self, name, handler):
+    def register_internal(self, name, handler, *, is_prefix=False):
         """See `RpcServer`."""
         self.handlers[name] = handler
 

@@ -125,7 +125,7 @@ class Process:
                 future.set_exception(without_frames(error))
         return future
 
-    def register_internal(self, name, handler):
+    def register_internal(self, name, handler, *, is_prefix=False):
         self.handlers[name] = handler
 
     def submit(self, incoming, call, function=None):

@@ -29,7 +29,7 @@ class NoPeers:
         """All may come."""
         return False
 
-    def register_internal(self, name, handler):
+    def register_internal(self, name, handler, *, is_prefix=False):
         """Receive no names."""
 
 

@@ -253,7 +253,7 @@ def _finalize(runtime: MpiRuntime) -> None:
         group.close()
     if load().Is_finalized() or not all(group.wait_until_all_left(_EXIT_SECONDS) for group in groups):
         return
-    # Neither MPICH nor Open MPI waits in MPI_Finalize for the pending requests of failed groups; but for a dead rank.
+    # MPI_Finalize of MPICH and Open MPI waits for dead ranks, but not for the pending requests of failed groups.
     runtime.finalize(_EXIT_SECONDS if _has_lost or num_leaked() else None)
 
 

@@ -94,7 +94,7 @@ class FrameTransport:
         """Return whether a rank is lost."""
         return self._peers[rank].is_lost
 
-    def lose(self, rank: int) -> None:
+    def mark_lost(self, rank: int) -> None:
         """Note that a rank is lost: nothing is sent to it any more, and pending requests may never end."""
         peer = self._peers[rank]
         with self._send_lock:
@@ -267,7 +267,7 @@ class ProgressThread:
                 if self._poll():
                     backoff.reset()
                 else:
-                    backoff.rest(deadline.remaining())
+                    backoff.pause(deadline.remaining())
         finally:
             self._num_waiting -= 1
         return True

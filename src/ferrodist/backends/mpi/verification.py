@@ -14,7 +14,7 @@ import numpy as np
 from typing_extensions import override
 
 from ferrodist.backends import stragglers
-from ferrodist.backends.signature import CALL_SIZE, CollectiveSignature
+from ferrodist.backends.signature import RECORD_BYTES, CollectiveSignature
 from ferrodist.backends.verification import CollectiveVerifier, Verification
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import DistributedTimeoutError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.mpi.collectives import MpiDataPlane
+    from ferrodist.backends.mpi.data_plane import MpiDataPlane
 
 
 class MpiVerifier(CollectiveVerifier):
@@ -45,7 +45,7 @@ class MpiVerifier(CollectiveVerifier):
     @override
     def _gather_calls(self, current: Verification) -> list[memoryview]:
         group, (call, deadline, _) = self._group, current
-        table = np.empty(CALL_SIZE * group.world_size, np.uint8)
+        table = np.empty(RECORD_BYTES * group.world_size, np.uint8)
         self.num_entered = call.sequence + 1
         request = self._data_plane.all_gather_calls(np.frombuffer(call.encode(), np.uint8), table)
         if not self._data_plane.wait_for([request], deadline, self._warner(call, deadline)):
@@ -57,7 +57,7 @@ class MpiVerifier(CollectiveVerifier):
         if isinstance(group.failure, DistributedTimeoutError):
             raise group.failure.fresh()
         data = table.data
-        return [data[start : start + CALL_SIZE] for start in range(0, len(data), CALL_SIZE)]
+        return [data[start : start + RECORD_BYTES] for start in range(0, len(data), RECORD_BYTES)]
 
     def _warner(self, call: CollectiveSignature, deadline: Deadline) -> Callable[[], None]:
         """A function that warns once of the ranks that have not called, when it is called after a long wait."""

@@ -18,13 +18,13 @@ from ferrodist.backends.base import Backend, FastPath, NonBlockingBackend
 from ferrodist.backends.delegating_backend import Delegated, DelegatingBackend
 from ferrodist.backends.group_observer import GroupObserver, PeerExit
 from ferrodist.backends.native.binding import is_native_available, load, why_no_native
-from ferrodist.backends.native.bootstrap import open_messages
-from ferrodist.backends.native.collectives import NativeEngine
+from ferrodist.backends.native.bootstrap import open_p2p_engine
+from ferrodist.backends.native.engine import NativeEngine
 from ferrodist.backends.native.p2p import NativeP2P
 from ferrodist.backends.native.topology import HostTopology, address_of_interface, host_id
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
-from ferrodist.backends.tags import ANY_SOURCE, group_of_tag
+from ferrodist.backends.tags import ANY_SOURCE, LOW_64_BITS, WORLD_GROUP_ID, group_of_tag
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.tcp.bootstrap import join_members
 from ferrodist.backends.verification import CollectiveVerifier
@@ -43,8 +43,6 @@ _log = logging.getLogger(__name__)
 # Stands in for the compiled engine if the group has failed before it was opened: nothing has a fast path.
 _UNOPENED_ENGINE = SimpleNamespace(fast_send=lambda *_: None, fast_recv=lambda *_: None, try_send=lambda *_: False)
 _NONCE_BYTES = 16
-_LOW_64 = (1 << 64) - 1
-_WORLD = 0
 
 
 class NativeBackend(DelegatingBackend):
@@ -124,7 +122,7 @@ class NativeBackend(DelegatingBackend):
         self._topology = HostTopology(hosts=hosts, address=address, secret=secret, job=job)
         p2p = NativeP2P(control)
         call = CollectiveSignature(operation="open messages")
-        engine = open_messages(control, self._topology, weak_method(p2p.on_peer_event), call, deadline.remaining())
+        engine = open_p2p_engine(control, self._topology, weak_method(p2p.on_peer_event), call, deadline.remaining())
         p2p.open(engine)
         control.add_observer(self._engines)
         control.relays_messages = False
@@ -156,7 +154,7 @@ class NativeBackend(DelegatingBackend):
     @property
     def failure(self) -> DistributedError | None:
         """Why the group can't be used any more, or None while it can."""
-        return self._control.failure_of(_WORLD)
+        return self._control.failure_of(WORLD_GROUP_ID)
 
     @override
     def subgroup_failure(self, group_id: int, members: tuple[int, ...]) -> DistributedError | None:
@@ -203,7 +201,7 @@ class NativeBackend(DelegatingBackend):
 
     @override
     def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:
-        return bool(self._p2p_engine.try_send(data, dst, group_of_tag(tag), tag & _LOW_64))
+        return bool(self._p2p_engine.try_send(data, dst, group_of_tag(tag), tag & LOW_64_BITS))
 
 
 class _NativeEngines(GroupObserver):

@@ -98,7 +98,7 @@ def _name_of(number: int, names: Sequence[str], what: str) -> str:
     return names[number] if number < len(names) else f"{what} {number}"
 
 
-def call_of_line(line: bytes, sequence: int) -> CollectiveSignature:
+def signature_of_record(line: bytes, sequence: int) -> CollectiveSignature:
     """Decode a rank's call, as the engine stores it with its payload."""
     number, dtype, reduction, dim, root, count = _LINE.unpack_from(line)
     operation = _name_of(number, _OPERATIONS, "operation")

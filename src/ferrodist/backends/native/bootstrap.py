@@ -19,7 +19,7 @@ from ferrodist.backends.native import fd_passing
 from ferrodist.backends.native.binding import load
 from ferrodist.backends.native.host_connections import connect_hosts
 from ferrodist.backends.native.problems import check_problems, raise_if_any_failed
-from ferrodist.backends.native.symmetric_memory import ContiguousSharedView
+from ferrodist.backends.native.shared_view import ContiguousSharedView
 from ferrodist.backends.native.topology import CpuSet, HostTopology, is_oversubscribed
 from ferrodist.backends.verification import left_reason
 from ferrodist.deadline import Deadline
@@ -65,7 +65,7 @@ def open_communicator(group: Backend, topology: HostTopology, call: CollectiveSi
         return engine
 
 
-def open_messages(
+def open_p2p_engine(
     group: Backend,
     topology: HostTopology,
     on_peer_event: Callable[..., None],
@@ -160,7 +160,7 @@ class _SharedMemorySetup:
         self._topology = topology
         self._call = call
         self._problem = ""
-        self._is_shared = False  # whether all ranks raise what this one does
+        self._all_ranks_raise = False  # whether the other ranks raise the error of this one, too
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -168,7 +168,7 @@ class _SharedMemorySetup:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._stack.close()
-        if error is None or self._is_shared:
+        if error is None or self._all_ranks_raise:
             return
         if isinstance(error, DistributedError):
             self._group.abort(error)
@@ -195,7 +195,7 @@ class _SharedMemorySetup:
         try:
             raise_if_any_failed(self._group, self._problem, "share memory", self.deadline)
         except BackendUnavailable:
-            self._is_shared = True
+            self._all_ranks_raise = True
             raise
 
     def share_memory(self, introduction: bytes, create: Callable[[Sequence[bytes]], int]) -> _Memory:
@@ -245,7 +245,7 @@ class _SharedMemorySetup:
                 self._group, [text[_NAME_BYTES:] for text in answers if text.startswith(_NO_NAME)], "share memory"
             )
         except BackendUnavailable:
-            self._is_shared = True
+            self._all_ranks_raise = True
             raise
         return [_HELLO.unpack_from(text) for text in answers], [text[_HELLO.size :] for text in answers]
 

@@ -3,7 +3,7 @@
 ::
 
     backend.py            groups over a control group; `NcclBackend`, `HybridBackend`
-    collectives.py        the collectives            p2p.py          messages of tensors
+    engine.py             the collectives            p2p.py          messages of tensors
     reductions.py         reductions NCCL lacks      verification.py calls and split sizes compared
     stream_executor.py    enqueues a group's work    in_flight.py    operations on a stream
     watchdog.py           deadlines, late ranks      communicator.py the binding to NCCL

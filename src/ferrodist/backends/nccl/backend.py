@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Buffer, Self, override
 
-from ferrodist.backends.cuda import Streams, allow_queries_during_capture, streams_of
+from ferrodist.backends.cuda_streams import Streams, allow_queries_during_capture, streams_of
 from ferrodist.backends.delegating_backend import DelegatingBackend
 from ferrodist.backends.native.backend import open_host_group
-from ferrodist.backends.nccl.collectives import NcclEngine
 from ferrodist.backends.nccl.communicator import Library, load_nccl, why_no_nccl
+from ferrodist.backends.nccl.engine import NcclEngine
 from ferrodist.backends.nccl.p2p import NcclP2P
 from ferrodist.backends.nccl.stream_executor import StreamExecutor
 from ferrodist.backends.nccl.watchdog import Watchdog

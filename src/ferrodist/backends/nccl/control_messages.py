@@ -1,4 +1,4 @@
-"""Small messages of fixed size between the hosts of an NCCL group, sent without waiting."""
+"""Small messages of fixed size between the CPUs of the ranks of an NCCL group, sent without waiting."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import PersistentRecv, Request
+    from ferrodist.backends.persistent_recv import PersistentRecv
+    from ferrodist.backends.request import Request
     from ferrodist.errors import DistributedError
 
 
-def post(group: Backend, message: bytes, rank: int, tag: int) -> Request | None:
+def send_without_waiting(group: Backend, message: bytes, rank: int, tag: int) -> Request | None:
     """Send a message without waiting; returns the request if it could not be handed over at once."""
     return None if group.try_send(message, rank, tag=tag) else group.isend(message, rank, tag=tag)
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ferrodist.backends.cuda import Streams
+    from ferrodist.backends.cuda_streams import Streams
     from ferrodist.errors import DistributedError
 
 NO_SEQUENCE = -1  # the sequence number of messages, which have none

@@ -2,7 +2,7 @@
 
 [Note: messages of GPUs]
 NCCL matches what two ranks send each other by order alone. So each send is announced by a header, a message between the
-hosts with tag, dtype and shape: headers from one rank come in the order in which that rank launches its sends. A
+ranks' CPUs with tag, dtype and shape: headers from one rank come in the order in which that rank launches its sends. A
 receive takes the next header of its sender. If that has another tag, or does not fit, the elements are received all the
 same, into memory of their own: kept until a receive asks for that tag, or dropped with an error. So nothing is ever
 received into the wrong tensor. A receiver's host waits for the header. A sender's host waits for its receiver before
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ferrodist.backends.collective_op import dtype_name
-from ferrodist.backends.nccl.control_messages import listen, post
+from ferrodist.backends.nccl.control_messages import listen, send_without_waiting
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
 from ferrodist.backends.verification import left_reason
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.nccl.communicator import Communicator
     from ferrodist.backends.nccl.in_flight import InFlightOp
     from ferrodist.backends.nccl.stream_executor import StreamContext, StreamExecutor
-    from ferrodist.backends.request import PersistentRecv
+    from ferrodist.backends.persistent_recv import PersistentRecv
 
 _MAX_DIMS = 12
 _HEADER = struct.Struct(f"<Q16sB{_MAX_DIMS}q")  # tag, dtype, number of dims, shape
@@ -110,7 +110,7 @@ class NcclP2P:
             self._inbox.open(self._group)
         with self._sending if sends else contextlib.nullcontext():
             for send in sends:
-                post(self._group, _Header.from_tensor(send.tensor, send.tag).pack(), send.dst, _TAG)
+                send_without_waiting(self._group, _Header.from_tensor(send.tensor, send.tag).pack(), send.dst, _TAG)
             if receives:
                 sources = self._receive(what, sends, receives, deadline)
             else:
@@ -178,7 +178,8 @@ class NcclP2P:
             ranks = () if receive.src == ANY_SOURCE else (receive.src,)
             raise DistributedTimeoutError(
                 f"{what} on group {group.name!r}: nothing came within {deadline.timeout:g} s (rank {group.rank}). The"
-                " other side has not made the matching call, on a GPU tensor.",
+                " other side has not made the matching call, on a GPU tensor: check tags and order, or pass a larger"
+                " timeout.",
                 ranks=ranks,
             )
         self._receiving.wait(min(_POLL_INTERVAL_SECONDS, deadline.remaining()))

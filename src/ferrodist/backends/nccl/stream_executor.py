@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.cuda import Streams
+    from ferrodist.backends.cuda_streams import Streams
 
     Work = Callable[["StreamContext"], None]
 
@@ -254,7 +254,7 @@ class StreamExecutor:
             self._check()
             if deadline.expired:
                 raise self._liveness.timeout_error(self._group, info)
-            backoff.rest(deadline.remaining())
+            backoff.pause(deadline.remaining())
 
     # Completion and failure.
 
@@ -273,7 +273,7 @@ class StreamExecutor:
                     f"the work of group {self._group.name!r} on the GPU is still under way after {deadline.timeout:g}"
                     " s: synchronize again"
                 )
-            backoff.rest(deadline.remaining())
+            backoff.pause(deadline.remaining())
 
     def poll(self, now: float) -> bool:
         """Drop operations that have ended, and abort the group for errors; whether operations are left."""

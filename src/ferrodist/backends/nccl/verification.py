@@ -2,9 +2,9 @@
 
 [Note: call ring]
 Each rank sends its call, with its sequence number, to the next rank, and compares the previous rank's call with its own
-of that number. All ranks made the same call exactly if each agrees with its neighbour: one message of `CALL_SIZE` bytes
-per rank and operation, which nobody waits for. So a difference is found while, or after, the GPUs do the operation:
-what mismatched calls wrote is worthless, and the error is raised by the next call or wait.
+of that number. All ranks made the same call exactly if each agrees with its neighbour: one message of `RECORD_BYTES`
+bytes per rank and operation, which nobody waits for. So a difference is found while, or after, the GPUs do the
+operation: what mismatched calls wrote is worthless, and the error is raised by the next call or wait.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import struct
 import threading
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.nccl.control_messages import listen, post
-from ferrodist.backends.signature import CALL_SIZE, CollectiveSignature, fingerprint_of
+from ferrodist.backends.nccl.control_messages import listen, send_without_waiting
+from ferrodist.backends.signature import RECORD_BYTES, CollectiveSignature, fingerprint_of
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.errors import (
     CollectiveMismatchError,
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import PersistentRecv, Request
+    from ferrodist.backends.persistent_recv import PersistentRecv
+    from ferrodist.backends.request import Request
     from ferrodist.deadline import Deadline
 
 _CALL_TAG = channel_tag(Channel.DEVICE_CALL, 0)
@@ -37,7 +38,8 @@ _CALL_TAG = channel_tag(Channel.DEVICE_CALL, 0)
 class RingVerifier:
     """Compares this rank's calls with the previous rank's; see [Note: call ring].
 
-    ``on_mismatch(error)`` is called in any thread and must not block.
+    ``on_mismatch(error)`` is called in any thread and must not block. Its methods take the group, which it does not
+    keep: its receives would else keep a dropped group alive.
     """
 
     def __init__(self, group: Backend, on_mismatch: Callable[[CollectiveMismatchError], None]) -> None:
@@ -53,7 +55,7 @@ class RingVerifier:
     def open(self, group: Backend) -> None:
         """Begin to listen to the previous rank."""
         if self._world_size > 1:
-            self._listeners = listen(group, [self._previous], self._on_messages, tag=_CALL_TAG, size_bytes=CALL_SIZE)
+            self._listeners = listen(group, [self._previous], self._on_messages, tag=_CALL_TAG, size_bytes=RECORD_BYTES)
 
     def send(self, group: Backend, call: CollectiveSignature) -> None:
         """Send a call to the next rank, and compare it with the previous rank's if that has come."""
@@ -62,7 +64,7 @@ class RingVerifier:
         record = call.encode()
         self._unsent = [request for request in self._unsent if not request.done()]
         # A call may overtake one that was sent by `isend`; calls are matched by sequence number, so that does no harm.
-        request = post(group, record, self._next, _CALL_TAG)
+        request = send_without_waiting(group, record, self._next, _CALL_TAG)
         if request is not None and not request.done():
             self._unsent.append(request)
         with self._lock:
@@ -140,7 +142,9 @@ class SplitSizeVerifier:
         if self._listeners is None:
             self._listeners = listen(group, self._others, self._on_messages, tag=_COUNT_TAG, size_bytes=_MESSAGE.size)
         for rank in self._others:
-            post(group, _MESSAGE.pack(sequence, send_counts[rank], receive_counts[rank]), rank, _COUNT_TAG)
+            send_without_waiting(
+                group, _MESSAGE.pack(sequence, send_counts[rank], receive_counts[rank]), rank, _COUNT_TAG
+            )
         if not self._others:
             return
         with self._changed:

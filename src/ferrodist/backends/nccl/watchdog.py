@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.backends.lifecycle import ExitStage, close_at_exit
-from ferrodist.backends.nccl.control_messages import listen, post
+from ferrodist.backends.nccl.control_messages import listen, send_without_waiting
 from ferrodist.backends.nccl.in_flight import NO_SEQUENCE, OpInfo
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.deadline import Deadline
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import PersistentRecv
+    from ferrodist.backends.persistent_recv import PersistentRecv
 
 _MESSAGE = struct.Struct("<BQQ")  # message type, id of the question, operations called
 _QUESTION, _ANSWER = 0, 1
@@ -112,7 +112,7 @@ class NcclProgressProbe:
 
 def _post(group: Backend, rank: int, message: bytes) -> None:
     with contextlib.suppress(DistributedError):  # a rank that is gone does not answer, and needs no answer
-        post(group, message, rank, _TAG)
+        send_without_waiting(group, message, rank, _TAG)
 
 
 _POLL_INTERVAL_SECONDS = 0.01

@@ -72,7 +72,7 @@ class IoLoop:
         """Start the thread."""
         self._thread.start()
 
-    def touch(self, link: FramedConnection) -> None:
+    def wake_for(self, link: FramedConnection) -> None:
         """Watch a new connection, or write to one with queued frames. Any thread may call."""
         with self._lock:
             self._touched.add(link)

@@ -22,8 +22,8 @@ MAX_PAYLOAD = 512 * 1024
 """Maximum payload of a frame in bytes: large enough to hide its cost, small enough to let urgent frames through."""
 
 COVERED_BYTES = 16 * 1024
-"""Size in bytes up to which the tag covers users' data in a frame: it takes 20 us, and a call 100. For 8 MiB the tags
-would take several times as long as the transfer."""
+"""Size in bytes up to which the tag covers users' data in a frame: 20 us of work, beside the 100 us of a
+call. For 8 MiB the tags would take several times as long as the transfer."""
 
 _USERS_CHANNELS = frozenset({Channel.BYTES, Channel.DATA, Channel.TENSOR_PAYLOAD})
 

@@ -11,7 +11,7 @@ from ferrodist.backends.native.backend import open_host_group
 from ferrodist.backends.polling import wait_until
 from ferrodist.backends.signature import MAX_PAYLOAD, CollectiveSignature
 from ferrodist.backends.ucc.bindings import UccError, load
-from ferrodist.backends.ucc.collectives import UccDataPlane
+from ferrodist.backends.ucc.data_plane import UccDataPlane
 from ferrodist.backends.ucc.team import OobAllgather, Team
 from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.deadline import Deadline, check_timeout

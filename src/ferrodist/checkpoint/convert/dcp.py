@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import Buffer, override
 
-from ferrodist.checkpoint.convert.common import (
+from ferrodist.checkpoint.convert.external_tensors import (
     ExternalTensor,
     FileShard,
     LazyShard,
     conversion_errors,
     import_folder,
-    materialize,
 )
+from ferrodist.checkpoint.convert.materialize import materialize
 from ferrodist.checkpoint.convert.pickle_reader import Global, PickledCall, PickledDict, check_expansion, read_pickle
 from ferrodist.checkpoint.convert.torch_pickle import load_checked
 from ferrodist.checkpoint.format.manifest import MAX_DIMS

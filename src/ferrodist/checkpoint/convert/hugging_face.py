@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from ferrodist.checkpoint.convert.common import ExternalTensor, FileShard, conversion_errors, import_folder
+from ferrodist.checkpoint.convert.external_tensors import ExternalTensor, FileShard, conversion_errors, import_folder
 from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
 from ferrodist.checkpoint.format.safetensors import (
     LENGTH_BYTES,

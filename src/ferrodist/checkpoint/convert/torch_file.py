@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.checkpoint.convert.common import conversion_errors, make_rewrite_source, materialize
+from ferrodist.checkpoint.convert.external_tensors import conversion_errors, make_rewrite_source
+from ferrodist.checkpoint.convert.materialize import materialize
 from ferrodist.checkpoint.convert.torch_pickle import check_pickles
 from ferrodist.checkpoint.reader import describe_foreign_format
 from ferrodist.checkpoint.storage import LocalStorage, open_storage

@@ -16,6 +16,8 @@
 
 Other subclasses of dict, list and tuple come back as dict, list and tuple. All else is refused: no class is ever looked
 up by a name in a file. A tree from a file is checked by `check_tree` before it is used.
+
+Leaves are encoded and decoded here, containers and tensors by `state.Encoder` and `load_plan.LoadPlanner`.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ def check_depth(path: Sequence[object]) -> None:
 def encode_key(key: object, path: tuple[object, ...]) -> Node:
     """Encode a key of a dict."""
     try:
-        return encode_plain(key, path)
+        return encode_leaf(key, path)
     except TypeError as error:
         raise TypeError(
             f"{path_text(path)} has {with_article(type(key).__name__)} as a key, {str(key)[:50]!r}: save text, numbers"
@@ -95,21 +97,21 @@ def encode_key(key: object, path: tuple[object, ...]) -> Node:
         ) from error
 
 
-def encode_plain(value: Any, path: tuple[object, ...]) -> Node:
+def encode_leaf(value: Any, path: tuple[object, ...]) -> Node:
     """Encode a value that has no tensors in it."""
     kind = type(value)
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return {"tuple": [encode_plain(each, path) for each in value]}
+        return {"tuple": [encode_leaf(each, path) for each in value]}
     if isinstance(value, (set, frozenset)):
         # Sorted, since the iteration order of sets differs between ranks.
         found = check_collisions(value, path_text(path))
-        members = sorted((encode_plain(each, path) for each in found), key=msgspec.json.encode)
+        members = sorted((encode_leaf(each, path) for each in found), key=msgspec.json.encode)
         return {"set" if isinstance(value, set) else "frozenset": members}
     if isinstance(value, Counter):
         check_collisions(value, path_text(path))
-        return {"counter": [[encode_key(key, path), encode_plain(count, path)] for key, count in value.items()]}
+        return {"counter": [[encode_key(key, path), encode_leaf(count, path)] for key, count in value.items()]}
     if isinstance(value, np.generic) and value.dtype.name in _NUMPY_SCALARS:
-        return {"number": [value.dtype.name, encode_plain(value.item(), path)]}
+        return {"number": [value.dtype.name, encode_leaf(value.item(), path)]}
     if kind not in _ENCODERS:
         raise TypeError(
             f"{path_text(path)} is {with_article(kind.__name__)}, which checkpoints don't carry: save its contents as"
@@ -142,7 +144,7 @@ _ENCODERS: dict[type, Callable[[Any], Node]] = {
 
 
 def is_leaf_node(node: Node) -> bool:
-    """Return whether a node is a plain value: neither a container nor a tensor."""
+    """Return whether a node is a leaf: neither a container nor a tensor."""
     return not isinstance(node, list) and not (isinstance(node, dict) and set(node) & _BRANCHES)
 
 
@@ -269,7 +271,7 @@ def check_tree(node: Node, keys: Collection[str], depth: int = 0) -> None:
     if kind is str and content not in keys:
         raise ValueError(f"a state with tensor {content!r}, of which nothing else is said")
     _check_content(mark, content)
-    if mark not in ("size", "set", "frozenset"):  # of plain values, which are checked
+    if mark not in ("size", "set", "frozenset"):  # of leaves, which are checked
         for _, each in child_nodes(node):
             check_tree(each, keys, depth + 1)
 

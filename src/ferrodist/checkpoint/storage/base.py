@@ -8,7 +8,7 @@ lock during the save: the system drops it when the process ends, however it does
 whose lock it gets. The file's name has the running system's boot id, since some shared file systems have locks for each
 host only, and some have none: the folder of another system, or one without a working lock, is left alone until nothing
 in it has changed for a day. In an object store ``begin`` puts a small marker object that identifies the process: on the
-same host the system is asked whether it is alive (`is_process_alive` of what `describe_process` wrote), elsewhere it
+same host the system is asked whether it is alive (`describe_process`, `is_process_alive`), elsewhere it
 counts as alive for a day.
 
 [Note: staged or not]

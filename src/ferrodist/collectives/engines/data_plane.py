@@ -31,7 +31,7 @@ from ferrodist.backends.request import answer_seconds
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import bytes_of, compute_shard_sizes, offsets_of
-from ferrodist.collectives.engines.reference import EAGER_ALGORITHMS, CollectiveRun, ReferenceEngine, payload_of
+from ferrodist.collectives.engines.reference import EAGER_ALGORITHMS, CollectiveRun, ReferenceEngine, make_payload
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError
 
@@ -67,7 +67,7 @@ class DataPlaneEngine(ReferenceEngine):
         """Run a collective."""
         if op.device is None:
             return super().run(op, sequence)
-        payload, is_eager = payload_of(op, self._group.rank)
+        payload, is_eager = make_payload(op, self._group.rank)
         if op.kind is CollectiveKind.ALL_TO_ALL:
             payload = _encode_counts(op.counts)
         with self._turn(op, payload if len(payload) <= MAX_PAYLOAD else b"", sequence) as run:

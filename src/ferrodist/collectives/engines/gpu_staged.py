@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
-from ferrodist.backends.cuda import streams_of
+from ferrodist.backends.cuda_streams import streams_of
 from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import flatten, writing_to
-from ferrodist.collectives.cuda import SEGMENT_BYTES, CopyPipeline, NotReachedError, wait_until_passed
 from ferrodist.collectives.engines.gpu_staged_plan import StagedOp
 from ferrodist.collectives.engines.host import attached_to, host_engine_of
 from ferrodist.collectives.host_p2p import Recv, Send, batch_on_host
+from ferrodist.collectives.host_staging import SEGMENT_BYTES, CopyPipeline, NotReachedError, wait_until_passed
 from ferrodist.collectives.payloads import dtype_text, unpack_payloads
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
 from ferrodist.collectives.symmetric_memory import empty_symmetric
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.cuda import Streams
+    from ferrodist.backends.cuda_streams import Streams
 
 _KEY = "collectives.staged"
 
@@ -114,7 +114,7 @@ class HostStagedEngine:
         self._check_alive()
         if not self._sequencer.wait(sequence, deadline.remaining()):
             self._check_alive()
-            raise self._timeout_error(op, deadline, "what this rank started before it has not ended")
+            raise self._timeout_error(op, deadline, "the operations that this rank started before it have not ended")
         pipeline = self._pipelines.get(device)
         if pipeline is None:
             pipeline = self._pipelines[device] = CopyPipeline(self._find_streams(device), self._segment_bytes)
@@ -198,7 +198,7 @@ class HostStagedEngine:
                 pipeline.synchronize(deadline)
         except NotReachedError:
             raise DistributedTimeoutError(
-                f"what was started on GPUs in group {self._group.name!r} is not done after {Elapsed.of(deadline)} (rank"
+                f"the operations on GPUs in group {self._group.name!r} are not done after {Elapsed.of(deadline)} (rank"
                 f" {self._group.rank}): call synchronize() again"
             ) from None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.backends.collective_op import CollectiveKind
 from ferrodist.collectives.arguments import offsets_of
-from ferrodist.collectives.cuda import Segment
+from ferrodist.collectives.host_staging import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

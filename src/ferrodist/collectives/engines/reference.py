@@ -74,7 +74,7 @@ class ReferenceEngine:
     def run(self, op: CollectiveOp, sequence: int) -> list[bytes] | None:
         """Run a collective."""
         deadline = Deadline(op.timeout)
-        payload, is_eager = payload_of(op, self._group.rank)
+        payload, is_eager = make_payload(op, self._group.rank)
         call = op.signature(payload=payload)
         payloads = self._group.verifier.verify(call, op.timeout, sequence)
         if op.kind is CollectiveKind.SHARE:
@@ -85,7 +85,7 @@ class ReferenceEngine:
         return None
 
 
-def payload_of(op: CollectiveOp, rank: int) -> tuple[bytes, bool]:
+def make_payload(op: CollectiveOp, rank: int) -> tuple[bytes, bool]:
     """The payload of a rank's call, and whether it is all of the data, as for tiny tensors."""
     match op.kind:
         case CollectiveKind.SHARE:

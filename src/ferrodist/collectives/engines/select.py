@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.cuda import is_capturing
+from ferrodist.backends.cuda_streams import is_capturing
 from ferrodist.collectives.engines.gpu_staged import HostStagedP2P, host_staged_engine_of
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.errors import UnsupportedOpError

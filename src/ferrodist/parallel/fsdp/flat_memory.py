@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.native.symmetric_memory import ContiguousSharedView
+    from ferrodist.backends.native.shared_view import ContiguousSharedView
     from ferrodist.parallel.fsdp.flat_layout import FlatLayout
 
 _ALIGNMENT = 64

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.collectives.all_to_all import barrier
+from ferrodist.collectives.barrier import barrier
 from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, add_error_context, describe_error
 from ferrodist.parallel.backward_hooks import (
     current_backward_id,

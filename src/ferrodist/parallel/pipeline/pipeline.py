@@ -10,7 +10,7 @@ import torch
 
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.backends.subgroup import SubBackend
-from ferrodist.collectives.all_to_all import barrier
+from ferrodist.collectives.barrier import barrier
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.deadline import Deadline, check_timeout

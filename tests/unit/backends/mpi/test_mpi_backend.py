@@ -16,7 +16,7 @@ from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.frame_type import FrameType
 from ferrodist.backends.framed_backend import FramedBackend
 from ferrodist.backends.mpi import runtime
-from ferrodist.backends.mpi.collectives import MpiDataPlane
+from ferrodist.backends.mpi.data_plane import MpiDataPlane
 from ferrodist.backends.mpi.runtime import check_job, num_leaked
 from ferrodist.backends.mpi.transport import FrameTransport, QueuedFrame
 from ferrodist.backends.mpi.verification import MpiVerifier
@@ -546,7 +546,7 @@ def test_an_incomplete_frame_of_a_dead_rank_is_dropped():
     assert taken == [1]
     assert transport.num_receiving == 0
     transport = FrameTransport(mpi, _Coming(half_come, whole), lambda source, *_: taken.append(source))
-    transport.lose(0)
+    transport.mark_lost(0)
     assert transport.poll()
     assert taken == [1, 1]
     assert transport.num_receiving == 0

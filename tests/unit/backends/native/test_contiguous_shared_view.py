@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ferrodist.backends.native.symmetric_memory import ContiguousSharedView
+from ferrodist.backends.native.shared_view import ContiguousSharedView
 from ferrodist.collectives.symmetric_memory import empty_joined
 from ferrodist.testing import run_ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ferrodist.backends.native import errors
-from ferrodist.backends.native.binding import call_of_line
+from ferrodist.backends.native.binding import signature_of_record
 from ferrodist.backends.native.errors import FailureKind
 
 _HEADER = Path(__file__).parents[4] / "native" / "base" / "failure.h"
@@ -36,6 +36,6 @@ def test_all_failures_are_mapped():
 )
 def test_unknown_ids_are_shown_as_they_are(line, said):
     """Another rank's call of an operation, dtype or reduction that this build lacks is named in a mismatch."""
-    call = call_of_line(struct.pack("<BBBbiQ", *line, -1, -1, 7).ljust(64, b"\0"), 3)
+    call = signature_of_record(struct.pack("<BBBbiQ", *line, -1, -1, 7).ljust(64, b"\0"), 3)
     assert said in str(call)
     assert call.sequence == 3

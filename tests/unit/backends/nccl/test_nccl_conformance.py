@@ -26,6 +26,7 @@ _OF_ANOTHER_KIND = {
     "aborts_reach_waiting_ranks": "the first asynchronous call of a group waits for the other ranks",
     "mismatches_within_a_collective": "it may return before the error comes; test_nccl_failures.py has that",
     "tensors_of_every_dtype": "a tensor that is received on a GPU must be of known shape and dtype",
+    "sizes_around_the_inline_limit": "the same",
     "tags_keep_messages_apart": "the same",
     "every_receive_tells_the_sender": "the same",
     "rings_and_batches": "the same",

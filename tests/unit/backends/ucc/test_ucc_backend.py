@@ -15,7 +15,7 @@ from ferrodist.backends.ucc import backend, bindings
 from ferrodist.backends.ucc import bindings as library
 from ferrodist.backends.ucc import team as team_module
 from ferrodist.backends.ucc.bindings import UccError
-from ferrodist.backends.ucc.collectives import _FAREWELL, _FAREWELL_TAG, UccDataPlane
+from ferrodist.backends.ucc.data_plane import _DEPARTURE, _DEPARTURE_TAG, UccDataPlane
 from ferrodist.backends.ucc.team import Exchange, OobAllgather, Team
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, GroupAbortedError, GroupClosedError, RendezvousError
@@ -267,7 +267,7 @@ class _Broken:
 
 def test_an_error_of_ucc_in_a_collective(monkeypatch):
     """An error of UCC that no lost rank explains ends the group, with UCC's text; transfers are kept."""
-    monkeypatch.setattr("ferrodist.backends.ucc.collectives._REASON_SECONDS", 0.05)
+    monkeypatch.setattr("ferrodist.backends.ucc.data_plane._REASON_SECONDS", 0.05)
     (control, other) = SimulatedBackend.create_group(2)
     data_plane = UccDataPlane(_Broken(), control, 0)
     assert not data_plane.wait_for(data_plane.broadcast(memoryview(b""), 0), Deadline(10))
@@ -319,7 +319,7 @@ def test_a_farewell_after_a_long_wait():
     control, other = SimulatedBackend.create_group(2)
     data_plane = UccDataPlane(_Working(), control, 0)
     assert data_plane.wait_for(data_plane.broadcast(memoryview(b""), 0), Deadline(10))
-    other.send(_FAREWELL.pack(1), 0, tag=_FAREWELL_TAG)
+    other.send(_DEPARTURE.pack(1), 0, tag=_DEPARTURE_TAG)
     other.close()
     assert data_plane.wait_for(data_plane.broadcast(memoryview(b""), 0), Deadline(10))
     assert control.failure is None

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from ferrodist.collectives.all_to_all import barrier
+from ferrodist.collectives.barrier import barrier
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatchError, DistributedTimeoutError, PipelineError
 from ferrodist.parallel.pipeline.pipeline import StepScope

@@ -1,4 +1,4 @@
-"""The collectives of bytes by MPI's own: started, then polled until they end or the deadline passes.
+"""The data plane of MPI: collectives of bytes, started, then polled until they end or the deadline passes.
 
 All data is `MPI_BYTE` in host memory, so no element type can come out wrong. One call moves less than 2 GiB in all, the
 limit of its counts and displacements; more goes as messages, of at most 1 GiB each.
@@ -18,7 +18,7 @@ from ferrodist.backends.interfaces import Block, DataPlane
 from ferrodist.backends.mpi.runtime import leak_request
 from ferrodist.backends.polling import wait_until
 from ferrodist.backends.sequencer import Sequencer
-from ferrodist.backends.signature import CALL_SIZE
+from ferrodist.backends.signature import RECORD_BYTES
 from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class MpiDataPlane(DataPlane):
     def all_gather_calls(self, own: Any, table: Any) -> Any:
         """Start to copy every rank's encoded call into every rank's ``table``; returns the request."""
         byte = self._mpi.BYTE
-        return self._start(self._communicator.Iallgather, [own, CALL_SIZE, byte], [table, CALL_SIZE, byte])
+        return self._start(self._communicator.Iallgather, [own, RECORD_BYTES, byte], [table, RECORD_BYTES, byte])
 
     @override
     def all_gather(self, out: memoryview, sizes: Sequence[int]) -> list[Any]:

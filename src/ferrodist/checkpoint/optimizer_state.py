@@ -1,11 +1,9 @@
-"""Objects that stand, in a state, for the state of an optimizer or of random generators."""
+"""`OptimizerState`: an optimizer's state by parameter names, as an object in a state."""
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ferrodist.checkpoint.state import inner_module, unwrap_modules
@@ -114,17 +112,17 @@ class OptimizerState:
 
     def check_groups(self, saved: Sequence[Sequence[Any]], where: str) -> None:
         """Check that the saved parameter groups are the optimizer's, or contain them if it has a part of the model."""
-        own = self._groups()
-        if len(own) == len(saved) and all(
-            set(current) == set(saved_group) or (self._is_partial and set(current) <= set(saved_group))
-            for current, saved_group in zip(own, saved, strict=True)
+        current = self._groups()
+        if len(current) == len(saved) and all(
+            set(group) == set(saved_group) or (self._is_partial and set(group) <= set(saved_group))
+            for group, saved_group in zip(current, saved, strict=True)
         ):
             return
-        wanted, found = ({name for group in groups for name in group} for groups in (own, saved))
+        wanted, found = ({name for group in groups for name in group} for groups in (current, saved))
         other = sorted(map(str, wanted ^ found))
         which = f": {other[0]!r} is only in one of them" if other else ""
         raise DistCheckpointError(
-            f"{where} has {counted(len(wanted), 'parameter')} in {counted(len(own), 'group')}, and was saved with"
+            f"{where} has {counted(len(wanted), 'parameter')} in {counted(len(current), 'group')}, and was saved with"
             f" {len(found)} in {len(saved)}, which are not the same{which}. Make the optimizer with the groups that"
             " it was saved with, or leave it out of what is loaded"
         )
@@ -135,12 +133,12 @@ class OptimizerState:
         Raises:
             DistCheckpointError: The state has other parameters. Nothing was loaded.
         """
-        own = self._groups()
+        current = self._groups()
         self.check_groups([list(group["params"]) for group in state_dict["param_groups"]], "the optimizer")
-        indices = {name: index for index, name in enumerate(name for group in own for name in group)}
+        indices = {name: index for index, name in enumerate(name for group in current for name in group)}
         groups = [
             {**group, "params": [indices[name] for name in names_of_group]}
-            for group, names_of_group in zip(state_dict["param_groups"], own, strict=True)
+            for group, names_of_group in zip(state_dict["param_groups"], current, strict=True)
         ]
         state = {indices[name]: dict(entries) for name, entries in state_dict["state"].items() if name in indices}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -182,35 +180,3 @@ def _annotate_like(value: Any, parameter: torch.Tensor) -> None:
     flat_shard = flat_shard_of(parameter)
     if flat_shard is not None and isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
         annotate_flat_shard(value, flat_shard)
-
-
-class RandomState:
-    """Stands, in a state, for the default generators of Python, NumPy and torch, also those of GPUs in use.
-
-    Each rank has its own: save ``PerRank(RandomState())``. Loading it sets the generators.
-    """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the generators' states."""
-        has_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if has_gpus else [],
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the generators.
-
-        Raises:
-            ValueError: The number of GPUs differs. Nothing was set.
-        """
-        devices = state_dict["cuda"]
-        if devices and len(devices) != torch.cuda.device_count():
-            raise ValueError(f"the state has {counted(len(devices), 'GPU')}, and here are {torch.cuda.device_count()}")
-        random.setstate(state_dict["python"])
-        np.random.set_state(state_dict["numpy"])
-        torch.set_rng_state(state_dict["torch"])
-        if devices:
-            torch.cuda.set_rng_state_all(devices)

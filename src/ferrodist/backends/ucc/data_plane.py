@@ -1,4 +1,4 @@
-"""The collectives of bytes by UCC's: started, then polled until they end or the deadline passes.
+"""The data plane of UCC: collectives of bytes, started, then polled until they end or the deadline passes.
 
 All data is of type uint8 in host memory, so no element type can come out wrong. All but broadcast is `ucc_alltoallv`,
 which sends each rank its block at once: `ucc_allgatherv` of UCC 1.8.0 ends the process in a context without an
@@ -43,8 +43,8 @@ _MIN_POLL_INTERVAL_SECONDS, _MAX_POLL_INTERVAL_SECONDS = 0.5e-3, 10e-3
 """The interval at which the thread calls UCC grows from the first to the second while no collective is waited for."""
 
 _REASON_SECONDS = 2.0  # how long the control group has to find the reason why UCC failed
-_FAREWELL_TAG = channel_tag(Channel.DATA, (1 << 56) - 1)
-_FAREWELL = struct.Struct("<q")  # number of collectives that the rank has ended
+_DEPARTURE_TAG = channel_tag(Channel.DATA, (1 << 56) - 1)
+_DEPARTURE = struct.Struct("<q")  # number of collectives that the rank has ended
 
 _NOTHING = memoryview(b"")
 
@@ -57,7 +57,7 @@ class UccDataPlane(DataPlane):
         self._control = control
         self._ucc_lock = threading.Lock()
         self._num_waiting = 0
-        self._farewells: dict[int, int] = {}
+        self._departures: dict[int, int] = {}
         self._is_leaving = False
         self._is_stopped = threading.Event()
         self.sequencer = Sequencer(self._has_failed, first)
@@ -147,7 +147,7 @@ class UccDataPlane(DataPlane):
         return is_done
 
     def _departure_watch(self) -> _DepartureWatch:
-        return _DepartureWatch(self._control, self._farewells, self.sequencer.position)
+        return _DepartureWatch(self._control, self._departures, self.sequencer.position)
 
     def _abort_for(self, error: UccError, watch: _DepartureWatch) -> None:
         """Abort the group for an error of UCC's, or for the loss behind it: UCC may notice a lost rank first."""
@@ -206,7 +206,7 @@ class UccDataPlane(DataPlane):
         with contextlib.suppress(UccError):  # the team stays
             while not self._team.destroy_team():
                 self._team.progress()
-                backoff.rest(_MAX_POLL_INTERVAL_SECONDS)
+                backoff.pause(_MAX_POLL_INTERVAL_SECONDS)
             self._team.destroy_context()
 
     def leave(self, timeout: float) -> None:
@@ -221,11 +221,11 @@ class UccDataPlane(DataPlane):
             self._is_stopped.set()
             self._thread.join(timeout)
         control = self._control
-        farewell = _FAREWELL.pack(position)
+        departure = _DEPARTURE.pack(position)
         for rank in range(control.world_size):
             if rank != control.rank and control.failure is None:
                 with contextlib.suppress(DistributedError):  # it has left too
-                    control.isend(farewell, rank, tag=_FAREWELL_TAG)
+                    control.isend(departure, rank, tag=_DEPARTURE_TAG)
 
     def stop(self) -> None:
         """Stop calling UCC."""
@@ -240,27 +240,27 @@ def _blocks(sizes: Sequence[int]) -> list[Block]:
 class _DepartureWatch:
     """Finds ranks that have left before taking part in a collective that this rank waits for.
 
-    The control group reports departures only to those who wait for the rank, so this waits for farewells, and keeps
-    ``farewells`` up to date: by rank, how many collectives it had ended when it left.
+    The control group reports departures only to those who wait for the rank, so this waits for departures, and keeps
+    ``departures`` up to date: by rank, how many collectives it had ended when it left.
     """
 
-    def __init__(self, control: Backend, farewells: dict[int, int], position: int) -> None:
+    def __init__(self, control: Backend, departures: dict[int, int], position: int) -> None:
         self._control = control
-        self._farewells = farewells
+        self._departures = departures
         self._position = position
         self._receives: dict[int, tuple[Request, bytearray]] = {}
 
     def open(self) -> None:
-        """Begin to receive farewells."""
+        """Begin to receive departures."""
         if self._receives:
             return
         for rank in range(self._control.world_size):
-            if rank != self._control.rank and self._farewells.get(rank, -1) <= self._position:
+            if rank != self._control.rank and self._departures.get(rank, -1) <= self._position:
                 self._post(rank)
 
     def _post(self, rank: int) -> None:
-        buffer = bytearray(_FAREWELL.size)
-        self._receives[rank] = self._control.irecv(buffer, rank, tag=_FAREWELL_TAG), buffer
+        buffer = bytearray(_DEPARTURE.size)
+        self._receives[rank] = self._control.irecv(buffer, rank, tag=_DEPARTURE_TAG), buffer
 
     def check(self) -> None:
         """Raise PeerLostError when a rank has left before it had ended the collective."""
@@ -268,14 +268,14 @@ class _DepartureWatch:
             if receive.done():
                 del self._receives[rank]
                 receive.wait(0)
-                (self._farewells[rank],) = _FAREWELL.unpack(buffer)
-                if self._farewells[rank] <= self._position:
+                (self._departures[rank],) = _DEPARTURE.unpack(buffer)
+                if self._departures[rank] <= self._position:
                     self._post(rank)  # which fails with the error of its departure
 
     def close(self) -> None:
-        """Stop receiving farewells."""
+        """Stop receiving departures."""
         for rank, (receive, buffer) in self._receives.items():
             if not receive.cancel() and self._control.failure is None:
                 with contextlib.suppress(DistributedError):
                     receive.wait(0)
-                    (self._farewells[rank],) = _FAREWELL.unpack(buffer)
+                    (self._departures[rank],) = _DEPARTURE.unpack(buffer)

@@ -1,4 +1,4 @@
-"""The collectives of tensors on GPUs, by NCCL.
+"""The engine of collectives of tensors on GPUs, by NCCL.
 
 A collective that NCCL has is one call. The others are grouped sends and receives, or one broadcast or reduction per
 rank in a group, which NCCL overlaps. For reductions that NCCL lacks see [Note: recipes] in `reductions.py`. Bits differ

@@ -11,10 +11,10 @@ import torch
 
 from ferrodist.backends import stragglers
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
-from ferrodist.backends.native.binding import SHARE_NAME_BYTES, call_of_line, dtype_number, load
+from ferrodist.backends.native.binding import SHARE_NAME_BYTES, dtype_number, load, signature_of_record
 from ferrodist.backends.native.bootstrap import open_communicator, open_symmetric
-from ferrodist.backends.native.errors import abort_record, public_error, queued_error
-from ferrodist.backends.verification import left_reason
+from ferrodist.backends.native.errors import abort_record, public_error
+from ferrodist.backends.verification import left_reason, queued_error
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import DistributedError
 from ferrodist.torch_private.autograd import increment_version
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.native.symmetric_memory import ContiguousSharedView
+    from ferrodist.backends.native.shared_view import ContiguousSharedView
     from ferrodist.backends.native.topology import HostTopology
     from ferrodist.backends.signature import CollectiveSignature
 
@@ -217,7 +217,7 @@ def _warn_about_stragglers(
 ) -> None:
     """Warn about the ranks that a call waits for, if no other rank does; the engine calls it in the waiting thread."""
     if stragglers.is_first_waiting_rank(rank, late):
-        call = call_of_line(line, sequence)
+        call = signature_of_record(line, sequence)
         stragglers.warn_about_stragglers(call, late, group=group, rank=rank, elapsed=Elapsed(elapsed, timeout))
 
 

@@ -27,7 +27,7 @@ from ferrodist.backends.polling import wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ferrodist.backends.cuda import Streams
+    from ferrodist.backends.cuda_streams import Streams
     from ferrodist.deadline import Deadline
 
 SEGMENT_BYTES = 8 << 20

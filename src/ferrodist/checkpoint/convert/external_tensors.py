@@ -1,37 +1,26 @@
-"""Conversion between checkpoints and other formats: external tensors as a source, and materialized state for writers.
+"""Tensors in files of other formats as a source of a checkpoint.
 
-Tensors that are row-major in external files are read by the checkpoint reader, through a temporary manifest; others are
-loaded whole. Writers of other formats want the full state at once: its tensors are memory-mapped temporary files.
+Those that are row-major in their files are read by the checkpoint reader, through a temporary manifest; others are
+loaded whole.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from dataclasses import dataclass
-from itertools import count
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ferrodist.checkpoint.format.manifest import MAX_DIMS, FileEntry, Manifest, ShardEntry, TensorEntry, covers_once
 from ferrodist.checkpoint.format.safetensors import dtype_from_name, dtype_name
-from ferrodist.checkpoint.format.tree import map_children, split_node
-from ferrodist.checkpoint.load_plan import LoadPlanner
-from ferrodist.checkpoint.reader import CheckpointReader, read_manifest
+from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.state import Encoder
-from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.checkpoint.tools.rewrite import (
-    ROW_BLOCK_BYTES,
-    ProgressCallback,
-    ProgressCounter,
     RewriteOptions,
     RewriteSource,
     rewrite,
-    row_blocks,
 )
 from ferrodist.checkpoint.writer import BLOCK_BYTES
 from ferrodist.errors import DistCheckpointError
@@ -40,6 +29,8 @@ from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ferrodist.checkpoint.storage.base import Storage
 
 
 class FileShard(NamedTuple):
@@ -106,9 +97,9 @@ def make_rewrite_source(state: Any, storage: Storage) -> RewriteSource:
     known = {key: external[id(tensor)] for key, tensor in encoder.tensors.items() if id(tensor) in external}
     for key, each in known.items():
         _check_whole(key, each, storage.url)
-    own = {key: tensor for key, tensor in encoder.tensors.items() if key not in known}
+    in_memory = {key: tensor for key, tensor in encoder.tensors.items() if key not in known}
     shapes = {key: (tuple(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in encoder.tensors.items()}
-    return RewriteSource(tree=tree, tensors=shapes, source=_ExternalSource(storage, known, own))
+    return RewriteSource(tree=tree, tensors=shapes, source=_ExternalSource(storage, known, in_memory))
 
 
 def _with_placeholders(node: Any, external: dict[int, ExternalTensor]) -> Any:
@@ -146,12 +137,12 @@ class _ExternalSource:
     """A `BoxSource` of external tensors, and of some in memory."""
 
     def __init__(
-        self, storage: Storage, external: Mapping[str, ExternalTensor], own: Mapping[str, torch.Tensor]
+        self, storage: Storage, external: Mapping[str, ExternalTensor], in_memory: Mapping[str, torch.Tensor]
     ) -> None:
         raw = {key: each for key, each in external.items() if all(isinstance(part, FileShard) for part in each.parts)}
         self._raw = raw.keys()
         self._loaded = {key: each for key, each in external.items() if key not in raw}
-        self._own = own
+        self._in_memory = in_memory
         self._url = storage.url
         self._reader = CheckpointReader(storage, _manifest_of(storage, raw), verify=False)
         self._cached_shard: tuple[object, torch.Tensor] | None = None
@@ -160,8 +151,8 @@ class _ExternalSource:
         """Fill a tensor with a box of a tensor."""
         if key in self._raw:
             self._reader.read_box(key, box, target)
-        elif key in self._own:
-            target.copy_(box.take(self._own[key].detach()))
+        elif key in self._in_memory:
+            target.copy_(box.take(self._in_memory[key].detach()))
         else:
             for part in self._loaded[key].parts:
                 common = part.box.intersect(box)
@@ -208,63 +199,3 @@ def _manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Man
         tensors=found,
         tree=None,
     )
-
-
-@contextlib.contextmanager
-def materialize(
-    path: str | os.PathLike[str],
-    scratch_folder: Path,
-    *,
-    storage_options: Mapping[str, Any] | None,
-    progress: ProgressCallback | None,
-) -> Iterator[Any]:
-    """Provide a checkpoint's full state during the block; its tensors are temporary files in ``scratch_folder``.
-
-    NumPy arrays and numbers become tensors and Python's numbers, and `PerRank` values a dict by rank, since readers of
-    other formats support no more. DistCheckpointError: the checkpoint is damaged, or the folder can't be written.
-    """
-    with contextlib.closing(open_storage(path, storage_options)) as storage:
-        manifest = read_manifest(storage)
-        try:
-            scratch = tempfile.TemporaryDirectory(prefix=".ferrodist-", dir=scratch_folder)
-        except OSError as error:
-            raise DistCheckpointError(f"{scratch_folder} can't be written: {error}") from error
-        with scratch as folder:
-            names = count()
-
-            def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-                size = prod(shape)
-                if not size:
-                    return torch.empty(shape, dtype=dtype, device="cpu")
-                file = Path(folder) / str(next(names))
-                with file.open("wb") as opened:
-                    # Fails on a full disk, where writing to a sparse mapped file would kill the process.
-                    os.posix_fallocate(opened.fileno(), 0, size * dtype.itemsize)
-                return torch.from_file(str(file), shared=True, size=size, dtype=dtype, device="cpu").view(shape)
-
-            planner = LoadPlanner(manifest, 0, 1, make=make)
-            try:
-                build = planner.decode(_portable_tree(manifest.tree))
-            except OSError as error:
-                raise DistCheckpointError(f"{scratch_folder} has no room for the tensors: {error}") from error
-            reader = CheckpointReader(storage, manifest, verify=True)
-            sizes = {key: dtype_from_name(manifest.tensors[key].dtype).itemsize for key, _, _ in planner.targets}
-            total = sum(tensor.numel() * sizes[key] for key, tensor, _ in planner.targets)
-            counter = ProgressCounter(total, progress)
-            for key, tensor, _ in planner.targets:
-                for rows in row_blocks(tuple(tensor.shape), ROW_BLOCK_BYTES // sizes[key]):
-                    reader.read_box(key, rows, rows.take(tensor))
-                    counter.add(rows.numel * sizes[key])
-            yield build()
-
-
-def _portable_tree(node: Any) -> Any:
-    """Replace nodes that other formats don't support."""
-    mark, content = split_node(node)
-    if mark == "array":
-        return {"tensor": content}
-    if mark == "leaf" and isinstance(node, dict) and "number" in node:
-        return node["number"][1]
-    if mark == "per_rank":
-        node = {"dict": content}
-    return map_children(node, lambda _, each: _portable_tree(each))
