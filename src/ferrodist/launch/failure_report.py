@@ -5,11 +5,12 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING
 
-from ferrodist.launch.process_watch import RankExit, signal_name
+from ferrodist.launch.signals import signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ferrodist.launch.process_watch import RankExit
     from ferrodist.launch.worker_group import GroupOutcome
 
 _MAX_TAIL_LINE = 500

@@ -27,13 +27,11 @@ from ferrodist.launch.output import LinePrefixer, OutputPump, rank_prefix
 from ferrodist.launch.process_watch import (
     EXIT_POLL_INTERVAL,
     ROOT_CAUSE_TIMEOUT,
-    STOP_SIGNALS,
     ExitWatch,
     RankExit,
-    SignalInbox,
     is_secondary_failure,
-    surviving_members,
 )
+from ferrodist.launch.signals import STOP_SIGNALS, SignalInbox, members_that_survive
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -311,7 +309,7 @@ class WorkerGroup:
 
     def _request_stacks(self) -> None:
         """Send SIGUSR1 to the ranks and their children, except those it would kill."""
-        for pid in surviving_members(self._processes, signal.SIGUSR1):
+        for pid in members_that_survive(self._processes, signal.SIGUSR1):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGUSR1)
 

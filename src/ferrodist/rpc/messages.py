@@ -46,7 +46,11 @@ class MessageKind(enum.IntEnum):
 
 
 OWN_NAMES = "ferrodist."
-"""Prefix of the names of internal calls, which users can't register."""
+"""Prefix of the names of internal calls, which users can't register.
+
+Both sides of a connection make the two below. `rref.py` and `rref_manager.py` have those for objects,
+`refcount_protocol.py` those for reference counts, and `shutdown.py` those of draining.
+"""
 
 ANNOUNCE_NAME = "ferrodist.hello"
 """(name): the name of the calling rank, for calls by name. A notice."""

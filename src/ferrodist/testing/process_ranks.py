@@ -34,7 +34,7 @@ from typing import IO, TYPE_CHECKING, Any
 from typing_extensions import override
 
 from ferrodist.deadline import Deadline
-from ferrodist.launch.process_watch import signal_name
+from ferrodist.launch.signals import signal_name
 from ferrodist.testing.supervisor import Event, Outcome, RankSet, Stage, is_own_frame
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import select
 import signal
 import threading
 
-from ferrodist.launch.process_watch import FORWARDED_SIGNALS, SignalInbox, signal_name
+from ferrodist.launch.signals import FORWARDED_SIGNALS, SignalInbox, signal_name
 
 
 def test_signals_arrive_in_order_and_handlers_come_back():
