@@ -26,12 +26,13 @@ from ferrodist.backends.polling import wait_until
 from ferrodist.backends.process_group import use_group
 from ferrodist.deadline import Deadline
 from ferrodist.testing import BACKEND_CHECKS
-from ferrodist.testing.conformance.backend import deadlines, harness, subgroups
+from ferrodist.testing.conformance import harness
+from ferrodist.testing.conformance.backend import deadlines, subgroups
 from ferrodist.testing.conformance.backend import failures as backend_failures
 from ferrodist.testing.conformance.backend import messages as backend_messages
-from ferrodist.testing.conformance.backend.harness import public_functions
 from ferrodist.testing.conformance.collectives import data_movement, p2p, reductions
 from ferrodist.testing.conformance.collectives.suite import COLLECTIVE_CHECKS
+from ferrodist.testing.conformance.harness import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.testing.conformance.backend.harness import BackendCheck
     from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
+    from ferrodist.testing.conformance.harness import BackendCheck
 
 _REASON = why_no_ucc()
 pytestmark = pytest.mark.skipif(_REASON is not None, reason=_REASON or "")

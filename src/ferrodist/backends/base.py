@@ -20,19 +20,16 @@ from weakref import WeakSet
 from typing_extensions import Buffer, Self, override
 
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
-from ferrodist.backends.request import (
+from ferrodist.backends.persistent_recv import (
     LockWaitEvent,
     OnEnd,
     OnMessages,
     PersistentRecv,
     PostedPersistentRecv,
-    Request,
-    SizedRequest,
-    Stragglers,
-    ThreadedRequest,
     WaitEvent,
-    answer_seconds,
 )
+from ferrodist.backends.request import Request, SizedRequest, ThreadedRequest, answer_seconds
+from ferrodist.backends.stragglers import Stragglers
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.backends.weak import snapshot_weak

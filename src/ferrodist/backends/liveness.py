@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 class LivenessProbe:
     """Finds the ranks that don't answer, and those that are behind in the order of collectives.
 
-    See [Note: liveness]. ``sign_of_life(rank)`` changes with every other message of a rank; ``is_unread(rank)`` is
+    See [Note: liveness]. ``ping(rank)`` asks a rank to answer; ``wait(is_done, seconds)`` returns when ``is_done()``,
+    or after so many seconds. ``sign_of_life(rank)`` changes with every other message of a rank; ``is_unread(rank)`` is
     whether this rank does not read from that one at the moment.
     """
 
     def __init__(
         self,
-        ping: Callable[[int], None],  # asks a rank to answer
-        wait: Callable[[Callable[[], bool], float], object],  # returns when ``is_done()``, or after so many seconds
+        ping: Callable[[int], None],
+        wait: Callable[[Callable[[], bool], float], object],
         sign_of_life: Callable[[int], object] = lambda _: None,
         is_unread: Callable[[int], bool] = lambda _: False,
     ) -> None:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from ferrodist.backends.request import BaseRequest, Stragglers
+from ferrodist.backends.request import BaseRequest
+from ferrodist.backends.stragglers import Stragglers
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.errors import DistributedError, DistributedTimeoutError, SizeMismatchError
 from ferrodist.wording import counted

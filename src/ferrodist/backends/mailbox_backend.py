@@ -24,9 +24,10 @@ from typing_extensions import Buffer, override
 from ferrodist.backends.base import NonBlockingBackend, as_abort_error, check_peer
 from ferrodist.backends.group_observer import CLOSED, EndReason, GroupObserver, PeerExit
 from ferrodist.backends.mailbox import INLINE_LIMIT, Mailbox, Message, Receive, read_view, write_view
-from ferrodist.backends.request import BaseRequest, Request, SizedRequest, Stragglers
+from ferrodist.backends.request import BaseRequest, Request, SizedRequest
+from ferrodist.backends.stragglers import Stragglers
 from ferrodist.backends.subgroup_registry import SubgroupRegistry
-from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
+from ferrodist.backends.tags import ANY_SOURCE, TAG_BITS, WORLD_GROUP_ID, check_tag, group_of_tag
 from ferrodist.errors import (
     DistributedError,
     DistributedTimeoutError,
@@ -39,9 +40,6 @@ from ferrodist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-
-_WORLD = 0
-_TAG_BITS = 128
 
 MAX_AHEAD = 1 << 16  # how many ends of groups that this rank has not made (yet) it records for one other rank
 _MAX_DRAINED_IDS = 1000  # how many ids it keeps of closed sub-groups that all members have left
@@ -80,8 +78,8 @@ class MailboxBackend(NonBlockingBackend):
         self._state_lock = threading.Lock()
         self._sends: set[Send] = set()
         self._observers: list[GroupObserver] = []
-        self._members: dict[int, tuple[int, ...]] = {_WORLD: tuple(range(world_size))}
-        self._names: dict[int, str] = {_WORLD: name}
+        self._members: dict[int, tuple[int, ...]] = {WORLD_GROUP_ID: tuple(range(world_size))}
+        self._names: dict[int, str] = {WORLD_GROUP_ID: name}
         self._followers: dict[int, set[int]] = {}  # groups that fail with a group
         self._failures: dict[int, DistributedError] = {}  # by group
         self._left: dict[tuple[int, int], PeerExit] = {}  # by group and rank
@@ -127,12 +125,12 @@ class MailboxBackend(NonBlockingBackend):
     @property
     def failure(self) -> DistributedError | None:
         """Why the group can't be used any more, or None while it can."""
-        return self.failure_of(_WORLD)
+        return self.failure_of(WORLD_GROUP_ID)
 
     @override
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
         dst = check_peer(self, dst)
-        send = Send(self, read_view(data), dst, check_tag(tag, _TAG_BITS))
+        send = Send(self, read_view(data), dst, check_tag(tag, TAG_BITS))
         with self._state_lock:
             error = self.refusal(send.tag, dst)
             if error is not None:
@@ -162,7 +160,7 @@ class MailboxBackend(NonBlockingBackend):
         """Post a receive; it ends with the error of `refusal` if no message is there and none will come."""
         src = check_peer(self, src, any_source=True)
         view = write_view(buffer)
-        failure = self.failure_of(group_of_tag(check_tag(tag, _TAG_BITS)))
+        failure = self.failure_of(group_of_tag(check_tag(tag, TAG_BITS)))
         if failure is not None:
             raise failure.fresh()
         receive = self._make_receive(view, src, tag)
@@ -186,7 +184,9 @@ class MailboxBackend(NonBlockingBackend):
     def peer_error(self, group_id: int, peer: int) -> DistributedError | None:
         """The reason why ``peer``, or for `ANY_SOURCE` every peer, is gone from a group, or None."""
         if peer != ANY_SOURCE:
-            peer_exit = self._left.get((_WORLD, peer)) or self._left.get((group_id, peer)) or self._died.get(peer)
+            peer_exit = (
+                self._left.get((WORLD_GROUP_ID, peer)) or self._left.get((group_id, peer)) or self._died.get(peer)
+            )
             return None if peer_exit is None else self.exit_error(group_id, peer, peer_exit)
         others = [rank for rank in self._members.get(group_id, ()) if rank != self.rank]
         gone = [self.peer_error(group_id, rank) for rank in others]
@@ -196,7 +196,7 @@ class MailboxBackend(NonBlockingBackend):
         """A rank's index in a group, and the words for it in the group's errors."""
         members = self._members.get(group_id, ())
         in_world = f"rank {rank} of group {self.name!r}"
-        if group_id == _WORLD or rank not in members:
+        if group_id == WORLD_GROUP_ID or rank not in members:
             return rank, in_world
         index = members.index(rank)
         return index, f"rank {index} of group {self._names.get(group_id)!r} ({in_world})"
@@ -204,7 +204,7 @@ class MailboxBackend(NonBlockingBackend):
     def gone_ranks(self) -> set[int]:
         """The ranks that have left the world, or died."""
         with self._state_lock:
-            return {*self._died, *(rank for group_id, rank in self._left if group_id == _WORLD)}
+            return {*self._died, *(rank for group_id, rank in self._left if group_id == WORLD_GROUP_ID)}
 
     def deserted_groups(self) -> set[int]:
         """The groups that some rank has left."""
@@ -260,11 +260,11 @@ class MailboxBackend(NonBlockingBackend):
             " it does not receive. Receive them, or check the tags of send and recv.",
             ranks=(index,) if self._is_member(group_id, flooder) else (),
         )
-        self.abort_subgroup(group_id, self._members.get(group_id, self._members[_WORLD]), error)
+        self.abort_subgroup(group_id, self._members.get(group_id, self._members[WORLD_GROUP_ID]), error)
 
     def _is_member(self, group_id: int, rank: int) -> bool:
         """Return whether a rank belongs to a group; in a group that this rank has not made, any rank may."""
-        return rank in self._members.get(group_id, self._members[_WORLD])
+        return rank in self._members.get(group_id, self._members[WORLD_GROUP_ID])
 
     def _forget_messages(self, applies: Callable[[Message], bool]) -> None:
         """Drop every waiting message for which ``applies(message)``."""
@@ -288,7 +288,7 @@ class MailboxBackend(NonBlockingBackend):
 
     @override
     def abort(self, reason: str | DistributedError) -> None:
-        self.abort_subgroup(_WORLD, self._members[_WORLD], as_abort_error(self, reason))
+        self.abort_subgroup(WORLD_GROUP_ID, self._members[WORLD_GROUP_ID], as_abort_error(self, reason))
 
     @override
     def abort_subgroup(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
@@ -359,7 +359,7 @@ class MailboxBackend(NonBlockingBackend):
                 observer.on_subgroup_closed(group_id)
 
     def _has_left(self, group_id: int, rank: int) -> bool:
-        return (_WORLD, rank) in self._left or (group_id, rank) in self._left or rank in self._died
+        return (WORLD_GROUP_ID, rank) in self._left or (group_id, rank) in self._left or rank in self._died
 
     def _note_end_of_sends(self, groups: Iterable[int], rank: int) -> None:
         """Record that a rank sends nothing more in groups that this one has closed. The lock is held."""
@@ -426,9 +426,9 @@ class MailboxBackend(NonBlockingBackend):
         """Notify the others that this rank has closed its groups."""
         for group_id, failure in self._failures.copy().items():  # another thread may be closing a sub-group
             members = self._members.get(group_id)
-            if group_id != _WORLD and members is not None:
+            if group_id != WORLD_GROUP_ID and members is not None:
                 self._notify_abort(group_id, members, failure)
-        self._say_goodbye(_WORLD, self._members[_WORLD], self._failures.get(_WORLD))
+        self._say_goodbye(WORLD_GROUP_ID, self._members[WORLD_GROUP_ID], self._failures.get(WORLD_GROUP_ID))
 
     def fail_group(self, group_id: int, error: DistributedError) -> bool:
         """End a group on this rank; False if it had failed before, and keeps its first reason."""
@@ -463,11 +463,13 @@ class MailboxBackend(NonBlockingBackend):
                 self._note_end_of_sends((group_id,), rank)
                 return
             self._left.setdefault((group_id, rank), peer_exit)
-            if group_id == _WORLD:
+            if group_id == WORLD_GROUP_ID:
                 self._note_end_of_sends(self._closed, rank)
         self._end_transfers(
             lambda group, peer: (
-                self.peer_error(group, peer) if group_id in (_WORLD, group) and peer in (rank, ANY_SOURCE) else None
+                self.peer_error(group, peer)
+                if group_id in (WORLD_GROUP_ID, group) and peer in (rank, ANY_SOURCE)
+                else None
             )
         )
         for observer in self._observers:

@@ -1,4 +1,4 @@
-"""Warnings about stragglers: ranks for which others have waited long, before the deadline makes it an error.
+"""Stragglers: ranks for which others have waited long, and warnings about them before the deadline makes it an error.
 
 [Note: long waits]
 A rank that waits warns once in each wait, after `ferrodist.deadline.LONG_WAIT_SECONDS`, and names the call and the
@@ -11,6 +11,7 @@ does not warn; neither does a receive whose message is on its way. A sender does
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import ranks_text
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
     from ferrodist.deadline import Elapsed
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stragglers:
+    """The ranks that are responsible for a wait that timed out."""
+
+    ranks: tuple[int, ...]  # in the group that was asked
+    detail: str = ""  # a clause for an error's message, with a leading space, or empty
+    is_relay: bool = False  # whether it is a rank that does not pass on the messages of others
 
 
 def is_first_waiting_rank(rank: int, late: Sequence[int]) -> bool:

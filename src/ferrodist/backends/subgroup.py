@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING
 from typing_extensions import Buffer, override
 
 from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer, check_rank
-from ferrodist.backends.request import OnEnd, OnMessages, PersistentRecv, Request, SizedRequest, Stragglers, WaitEvent
+from ferrodist.backends.stragglers import Stragglers
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_tag
 from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, InvalidRankError, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from ferrodist.backends.persistent_recv import OnEnd, OnMessages, PersistentRecv, WaitEvent
+    from ferrodist.backends.request import Request, SizedRequest
 
 
 _TAG_BITS = 64

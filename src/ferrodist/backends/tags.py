@@ -14,6 +14,10 @@ from enum import IntEnum
 ANY_SOURCE = -1
 """As ``src`` of a receive: the first message with the right tag, whoever sent it."""
 
+WORLD_GROUP_ID = 0  # of the group itself, in the tags of its own messages
+TAG_BITS = 128
+LOW_64_BITS = (1 << 64) - 1  # a mask of the half of a tag that holds channel and number
+
 _NUMBER_BITS = 56
 _GROUP_SHIFT = 64
 

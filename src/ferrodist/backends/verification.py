@@ -28,9 +28,9 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ferrodist.backends import stragglers
-from ferrodist.backends.request import Request, Stragglers, answer_seconds, wait_all
+from ferrodist.backends.request import Request, answer_seconds, wait_all
 from ferrodist.backends.signature import RECORD_BYTES, CollectiveSignature, fingerprint_of, payload_of
-from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
+from ferrodist.backends.tags import ANY_SOURCE, LOW_64_BITS, Channel, channel_tag
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import (
     AuthenticationError,
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ferrodist.backends.sequencer import Sequencer
+    from ferrodist.backends.stragglers import Stragglers
 
 _TAG_BYTES = 16
 _TAGGED_FIELDS = struct.Struct("<QQQi")  # group id, in two halves; sequence; the call's rank, or _ALL
 _ALL = -1
-_LOW_64 = (1 << 64) - 1
 
 
 class CallAuthenticator:
@@ -65,7 +65,7 @@ class CallAuthenticator:
 
     def __init__(self, key: bytes, group_id: int, sequence: int) -> None:
         self._key = key
-        self._fields = group_id & _LOW_64, group_id >> 64 & _LOW_64, sequence
+        self._fields = group_id & LOW_64_BITS, group_id >> 64 & LOW_64_BITS, sequence
         self.size = _TAG_BYTES if key else 0
         self.record_size = RECORD_BYTES + self.size
 
@@ -137,6 +137,16 @@ class _Group(Protocol):
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request: ...
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers: ...
     def abort(self, reason: str | DistributedError) -> None: ...
+
+
+def queued_error(group: _Group, call: CollectiveSignature, elapsed: Elapsed) -> DistributedTimeoutError:
+    """The error of a call whose turn did not come by the deadline."""
+    return DistributedTimeoutError(
+        f"{call} on group {group.name!r}, operation {call.sequence}: the operations before it on rank {group.rank}"
+        f" had not ended after {elapsed}. Collectives of a group run one after the other: wait for those that were"
+        " started, or pass a larger timeout.",
+        ranks=(group.rank,),
+    )
 
 
 def _has_ended(request: Request, seconds: float, deadline: Deadline) -> bool:
@@ -213,7 +223,7 @@ class CollectiveVerifier:
         if group.failure is not None:
             raise group.failure.fresh()
         if not has_turn:
-            raise self._queued_error(current.call, current.deadline)
+            raise queued_error(group, current.call, Elapsed.of(current.deadline))
         if group.world_size == 1:
             return [current.call.payload]
         records = self._gather_calls(current)
@@ -257,18 +267,15 @@ class CollectiveVerifier:
 
     def _await_calls(self, current: Verification, missing: dict[int, Request]) -> None:
         """Empty ``missing`` as calls come; raise when one fails, or this rank's or a reporter's deadline passes."""
-        call, deadline, pending = current
+        call, deadline, _ = current
         changed = threading.Semaphore(0)
         message = bytearray(1)
-        notice = self._listen(current, message, changed)
+        notice = self._receive_notice(current, message, changed)
         for request in missing.values():
             request.add_done_callback(changed.release)
         warning = long_wait()
         while True:
-            while notice.done() and message == _ASKS:
-                reporter = notice.wait(0)
-                pending.append(self._group.isend(b"\0", reporter, tag=channel_tag(Channel.LATE, call.sequence)))
-                notice = self._listen(current, message, changed)
+            notice = self._answer_questions(current, notice, message, changed)
             for rank in [rank for rank, request in missing.items() if request.done()]:
                 missing.pop(rank).wait(0)
             if not missing:
@@ -283,8 +290,18 @@ class CollectiveVerifier:
                 self._warn(call, late, deadline)
                 warning = Deadline(math.inf)
 
-    def _listen(self, current: Verification, message: bytearray, changed: threading.Semaphore) -> Request:
-        """Receive another rank's message about its wait."""
+    def _answer_questions(
+        self, current: Verification, notice: Request, message: bytearray, changed: threading.Semaphore
+    ) -> Request:
+        """Answer the ranks that ask whether this one has called; returns the receive of the next notice."""
+        while notice.done() and message == _ASKS:
+            reply = self._group.isend(b"\0", notice.wait(0), tag=channel_tag(Channel.LATE, current.call.sequence))
+            current.pending.append(reply)
+            notice = self._receive_notice(current, message, changed)
+        return notice
+
+    def _receive_notice(self, current: Verification, message: bytearray, changed: threading.Semaphore) -> Request:
+        """Receive another rank's notice: a question, or that its deadline has passed."""
         notice = self._group.irecv(message, ANY_SOURCE, tag=channel_tag(Channel.LATE, current.call.sequence))
         current.pending.append(notice)
         notice.add_done_callback(changed.release)
@@ -328,16 +345,6 @@ class CollectiveVerifier:
     def _warn(self, call: CollectiveSignature, ranks: tuple[int, ...], deadline: Deadline) -> None:
         group = self._group
         stragglers.warn_about_stragglers(call, ranks, group=group.name, rank=group.rank, elapsed=Elapsed.of(deadline))
-
-    def _queued_error(self, call: CollectiveSignature, deadline: Deadline) -> DistributedTimeoutError:
-        """The error of a call whose turn did not come by the deadline."""
-        group = self._group
-        return DistributedTimeoutError(
-            f"{call} on group {group.name!r}, operation {call.sequence}: the operations before it on rank {group.rank}"
-            f" had not ended after {Elapsed.of(deadline)}. Collectives of a group run one after the other: wait for"
-            " those that were started, or pass a larger timeout.",
-            ranks=(group.rank,),
-        )
 
     def late_error(
         self, call: CollectiveSignature, ranks: tuple[int, ...], elapsed: Elapsed, detail: str = ""

@@ -20,8 +20,8 @@ from ferrodist.bench.cases import (
     plan_stages,
 )
 from ferrodist.installation import describe_missing
-from ferrodist.launch.output import print_warning
-from ferrodist.launch.spec import check_rank_count
+from ferrodist.launch.host_limits import check_rank_count
+from ferrodist.launch.terminal import print_warning
 
 if TYPE_CHECKING:
     import argparse

@@ -352,13 +352,14 @@ def prepare_out(
     dtype: torch.dtype,
     source: torch.Tensor | None = None,
     *,
-    device: torch.device | None = None,  # of a fresh tensor; None is that of the source, or the CPU
-    dim: int = 0,  # the joined or divided one, counted from 0
+    device: torch.device | None = None,
+    dim: int = 0,
     in_place: bool = False,
 ) -> OutputBuffer:
     """Make or check the tensor a result goes to; raises as `check_out`.
 
-    ``in_place`` says whether the engine may write to its input, when that is ``out``.
+    ``device`` is that of a fresh tensor; None is that of the source, or the CPU. ``dim`` is the concatenated or split
+    one, from 0. ``in_place`` says whether the engine may write to its input, when that is ``out``.
     """
     check_out(out, source, shape=shape, dtype=dtype)
     if device is None:

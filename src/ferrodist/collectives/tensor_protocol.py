@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import Request, Stragglers
+    from ferrodist.backends.request import Request
+    from ferrodist.backends.stragglers import Stragglers
 
 MAX_DIMS = 12
 """Maximum number of dims: a header has room for as many."""

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import BackendUnavailable
-from ferrodist.launch.spec import LaunchSpec, launch_environment, with_stack_dumps
+from ferrodist.launch.rank_environment import launch_environment, with_stack_dumps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from ferrodist.launch.spec import LaunchSpec
 
 _VERSION_SECONDS = 30
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.launch.spec import DEFAULT_TIMEOUT_BEFORE_KILL, LaunchSpec, MpiLauncher, ProgramKind, usable_cores
+from ferrodist.launch.host_limits import usable_cores
+from ferrodist.launch.spec import DEFAULT_TIMEOUT_BEFORE_KILL, LaunchSpec, MpiLauncher, ProgramKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

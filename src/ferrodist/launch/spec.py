@@ -1,150 +1,18 @@
-"""The specification of a launch: the program, the number of ranks, their rendezvous, environment and limits.
-
-Variables have torchrun's names, so that programs written for torchrun run unchanged.
-"""
+"""The specification of a launch: the program, the number of ranks, and their rendezvous."""
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import math
 import os
-import resource
 import shutil
-import socket
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ferrodist.deadline import TIMEOUT_VARIABLE, check_timeout, default_timeout
+from ferrodist.deadline import check_timeout, default_timeout
+from ferrodist.launch.host_limits import check_rank_count
 from ferrodist.rendezvous.secret import SECRET_VARIABLE, resolve_secret
 from ferrodist.wording import counted
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-LOOPBACK = "127.0.0.1"
-
-_RANK_SITE = str(Path(__file__).with_name("rank_site"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """The settings that all ranks of one start share; a restart has new ones."""
-
-    master_addr: str
-    master_port: int
-    run_id: str
-    secret: str = field(repr=False)
-    restart_count: int = 0  # 0 for the first start
-
-
-def usable_cores() -> int:
-    """Return the number of cores this process may run on: its affinity mask, or all cores."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-@contextlib.contextmanager
-def reserved_port() -> Iterator[int]:
-    """Reserve a loopback port for rank 0 within the block.
-
-    The socket stays bound, and never listens. On Linux another socket may then bind the same port by its number if both
-    have SO_REUSEADDR, as rank 0's listener has (ferrodist's and torch's), and listen on it; a socket that takes any
-    free port, or that connects, gets another one. Elsewhere the socket is closed before the ranks start, so that in
-    rare cases another process takes the port first; rank 0 then fails to bind and reports it.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((LOOPBACK, 0))
-        port: int = holder.getsockname()[1]
-        if sys.platform != "linux":
-            holder.close()
-        yield port
-
-
-def with_stack_dumps(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which Python programs print their stacks on SIGUSR1 and crashes; see `rank_site`."""
-    paths = [_RANK_SITE, *filter(None, [environment.get("PYTHONPATH")])]
-    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def launch_environment(spec: LaunchSpec, base: Mapping[str, str], cores: int) -> dict[str, str]:
-    """Return ``base`` with the variables that mpiexec or the ranks find however they are started.
-
-    OMP_NUM_THREADS shares the cores evenly unless the user has set it.
-    """
-    environment = {**base, "WORLD_SIZE": str(spec.world_size), "PYTHONUNBUFFERED": "1"}
-    if spec.timeout is not None:
-        environment[TIMEOUT_VARIABLE] = f"{spec.timeout:g}"
-    if not environment.get("OMP_NUM_THREADS"):
-        environment["OMP_NUM_THREADS"] = str(max(1, cores // spec.nproc_per_node))
-    return environment
-
-
-def rank_environment(
-    spec: LaunchSpec, attempt: Attempt, local_rank: int, *, base: Mapping[str, str], cores: int
-) -> dict[str, str]:
-    """Return ``base`` with a rank's variables."""
-    rank = str(spec.global_rank(local_rank))
-    return {
-        **launch_environment(spec, base, cores),
-        "RANK": rank,
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(spec.nproc_per_node),
-        "GROUP_RANK": str(spec.node_rank or 0),
-        "GROUP_WORLD_SIZE": str(spec.nnodes),
-        "ROLE_NAME": "default",
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": str(spec.world_size),
-        "MASTER_ADDR": attempt.master_addr,
-        "MASTER_PORT": str(attempt.master_port),
-        "TORCHELASTIC_RUN_ID": attempt.run_id,
-        "TORCHELASTIC_RESTART_COUNT": str(attempt.restart_count),
-        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
-        # "True" would tell torch that the launcher already serves a store on MASTER_PORT; ours does not.
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "FERRODIST_SECRET": attempt.secret,
-    }
-
-
-# Standard output, standard error and, on Linux, a pidfd.
-_DESCRIPTORS_PER_RANK = 3
-
-# The launcher's own, and those that are open only while a rank is being started.
-_DESCRIPTORS_RESERVED = 32
-
-
-def rank_limit() -> tuple[float, str]:
-    """Return the most ranks that can be started (math.inf without a limit), and that limit with how to see it.
-
-    It is the narrower of the limits on processes and on descriptors; usage by others is not counted.
-    """
-    descriptors = (_soft_limit(resource.RLIMIT_NOFILE) - _DESCRIPTORS_RESERVED) / _DESCRIPTORS_PER_RANK
-    # The kernel does not hold root to its number of processes.
-    processes = math.inf if os.geteuid() == 0 else _soft_limit(resource.RLIMIT_NPROC)
-    if descriptors <= processes:
-        fitting = max(1, math.floor(descriptors)) if math.isfinite(descriptors) else math.inf
-        return fitting, "open files (ulimit -n)"
-    return processes, "processes (ulimit -u)"
-
-
-def check_rank_count(option: str, count: int) -> None:
-    """Raise ValueError, naming the command-line option, if this host does not allow so many ranks."""
-    most, reason = rank_limit()
-    if count > most:
-        raise ValueError(
-            f"{option} {count} is more than this host allows: {counted(most, 'rank')},"
-            f" for the limit on {reason}; start fewer, or raise that limit"
-        )
-
-
-def _soft_limit(resource_id: int) -> float:
-    soft, _ = resource.getrlimit(resource_id)
-    return math.inf if soft == resource.RLIM_INFINITY else soft
-
 
 DEFAULT_TIMEOUT_BEFORE_KILL = 5.0  # seconds between asking the ranks to end and SIGKILL
 

@@ -20,17 +20,14 @@ from ferrodist.errors import (
 )
 from ferrodist.rendezvous.environment import read_environment
 from ferrodist.rendezvous.roll_call import (
-    JoinRequest,
-    Membership,
     await_all,
     claim_rank,
-    left_stores,
     list_claims,
     network_id,
     note_rejection,
     publish_failure,
-    wait_for_next_round,
 )
+from ferrodist.rendezvous.rounds import left_stores, wait_for_next_round
 from ferrodist.rendezvous.secret import make_secret, user_secret
 from ferrodist.rendezvous.sockets import resolve
 
@@ -38,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.deadline import Deadline
+    from ferrodist.rendezvous.membership import JoinRequest, Membership
     from ferrodist.rendezvous.store import Store
 
 LINGER_SECONDS = 2.0  # seconds that a leaving rank gives the store
@@ -66,17 +64,16 @@ def join_through_store(
     where: str,
     advice: str,
     *,
-    # called once with a timeout in seconds, on leaving the store, or at once if ranks are missing
     on_leave: Callable[[float], None],
-    server: str | None = None,  # a host that all ranks have reached; None if unknown
-    # only this user can access the store: rank 0 of ranks without a secret writes a new one there; else they prove that
-    # they know their user's
+    server: str | None = None,
     is_private: bool,
 ) -> Membership:
     """Meet the other ranks in a store that no other job has used; all ranks call this, and all return or all raise.
 
     Errors are those of `rendezvous`. ``where`` and ``advice`` (for a store used before, a rank started twice) are for
-    messages.
+    messages. ``on_leave(timeout)`` is called once, on leaving the store, or at once if ranks are missing. ``server`` is
+    a host that all ranks have reached, if known. ``is_private`` says whether only this user can access the store: then
+    rank 0 of ranks without a secret writes a new one there; else such ranks prove that they know their user's.
     """
     secret, name = (_create_job if request.rank == 0 else _join_job)(
         store, request, where, advice, is_private=is_private

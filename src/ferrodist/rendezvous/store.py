@@ -24,6 +24,11 @@ _MAX_NAMED_KEYS = 8
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 
+def is_server_silent(error: DistributedTimeoutError) -> bool:
+    """Return whether a store's server did not answer; else a key was missing. The error of the first names rank 0."""
+    return bool(error.ranks)
+
+
 class Store(Protocol):
     """A map from strings to bytes shared by the ranks of a job.
 

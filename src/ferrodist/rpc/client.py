@@ -35,7 +35,7 @@ from ferrodist.rpc.peer_manager import PeerListener, PeerManager, lost_error
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.backends.request import WaitEvent
+    from ferrodist.backends.persistent_recv import WaitEvent
     from ferrodist.rpc.executor import Executor
     from ferrodist.rpc.peer import Peer
 

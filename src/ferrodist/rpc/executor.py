@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Coroutine, Iterator
 
-    from ferrodist.backends.request import WaitEvent
+    from ferrodist.backends.persistent_recv import WaitEvent
 
 _log = logging.getLogger(__name__)
 

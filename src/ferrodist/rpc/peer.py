@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import PersistentRecv, Request, WaitEvent
+    from ferrodist.backends.persistent_recv import PersistentRecv, WaitEvent
+    from ferrodist.backends.request import Request
     from ferrodist.rpc.executor import Executor, WaitEvents
 
 _POLL_INTERVAL_SECONDS = 0.002

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from typing_extensions import override
 
-from ferrodist.backends.request import LockWaitEvent, WaitEvent
+from ferrodist.backends.persistent_recv import LockWaitEvent, WaitEvent
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.backends.subgroup import SubBackend
 

@@ -5,7 +5,7 @@
     ranks.py        run_ranks; ranks as threads     process_ranks.py   ranks as forked processes
     supervisor.py   the life of a rank, and its timeout and failures
     leaks.py        check_leaks                     pytest_plugin.py   the marker ranks
-    conformance/    check_backend, check_store, check_collectives
+    conformance/    check_backend and check_store; check_collectives in collectives/suite.py
 
 Names load when they are first used: pytest imports the plugin, and with it this package, at every start.
 """
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ferrodist.testing.backend_names import RANKS_BACKENDS as RANKS_BACKENDS
     from ferrodist.testing.backend_names import BackendName as BackendName
-    from ferrodist.testing.conformance.backend.harness import RankRunner as RankRunner
     from ferrodist.testing.conformance.backend.suite import BACKEND_CHECKS as BACKEND_CHECKS
     from ferrodist.testing.conformance.backend.suite import check_backend as check_backend
+    from ferrodist.testing.conformance.harness import RankRunner as RankRunner
     from ferrodist.testing.conformance.store import STORE_CHECKS as STORE_CHECKS
     from ferrodist.testing.conformance.store import check_store as check_store
     from ferrodist.testing.leaks import check_leaks as check_leaks
@@ -29,7 +29,7 @@ _MODULE_OF = {
     "RANKS_BACKENDS": "backend_names",
     "STORE_CHECKS": "conformance.store",
     "BackendName": "backend_names",
-    "RankRunner": "conformance.backend.harness",
+    "RankRunner": "conformance.harness",
     "check_backend": "conformance.backend.suite",
     "check_leaks": "leaks",
     "check_store": "conformance.store",

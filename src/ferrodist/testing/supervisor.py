@@ -34,42 +34,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-_RULE = "-" * 8
-
-
-def rank_failed_error(outcomes: Sequence[Outcome], world_size: int, notes: Sequence[str] = ()) -> RankFailedError:
-    """Build the error for a run in which at least one of ``outcomes``, in any order, is a failure.
-
-    The primary failures come first in time order, each with its whole report (once, where ranks raised the same);
-    secondary failures, which other ranks raised because of them, follow in one line each, and ``notes`` at the end.
-    """
-    failures = sorted((outcome for outcome in outcomes if outcome.failed), key=lambda outcome: outcome.time)
-    first = [outcome for outcome in failures if not outcome.secondary] or failures[:1]
-    others = [outcome for outcome in failures if outcome not in first]
-    ranks = tuple(dict.fromkeys(outcome.rank for outcome in first))
-    parts = [f"{ranks_text(ranks)} of {world_size} failed: {first[0].summary}"]
-    said: dict[tuple[str, str], Outcome] = {}
-    for outcome in first:
-        # One exception on all ranks is reported once, though each rank has its own traceback; two stuck ranks are
-        # reported as one only if their stacks are equal.
-        where = "" if outcome.error is not None else outcome.report
-        twin = said.setdefault((outcome.summary, where), outcome)
-        if twin is outcome:
-            parts.append(f"\n{_RULE} rank {outcome.rank} {_RULE}\n{outcome.report or outcome.summary}")
-        else:
-            parts.append(f"\n{_RULE} rank {outcome.rank}: the same as rank {twin.rank} {_RULE}")
-    if others:
-        parts.append("\nas a consequence:")
-        parts.extend(f"  rank {outcome.rank}: {outcome.summary}" for outcome in others)
-    parts.extend(f"\nnote: {note}" for note in notes)
-    error = RankFailedError("\n".join(parts), ranks=ranks)
-    error.__cause__ = next((outcome.error for outcome in first if outcome.error is not None), None)
-    return error
-
-
-_HERE = Path(__file__).parent
-_OUTER_FILES = {"pytest_plugin.py", "process_ranks.py", "ranks.py", "supervisor.py"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -87,6 +51,43 @@ class Outcome:
     def failed(self) -> bool:
         """Return whether the rank has failed."""
         return bool(self.summary)
+
+
+class Stage(Enum):
+    """A stage that a rank has completed: ``ENDED`` its function, ``CLOSED`` its group as well."""
+
+    ENDED = "ended"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A rank has completed a stage; ``outcome`` is set for ``ENDED``, and for a failed ``CLOSED``."""
+
+    rank: int
+    stage: Stage
+    outcome: Outcome | None
+
+
+class RankSet(Protocol):
+    """Started ranks: threads or processes."""
+
+    notes: Sequence[str] = ()  # for the error when a rank is stuck
+
+    def next_event(self, timeout: float) -> Event | None:
+        """Wait for the next event; None when ``timeout`` seconds have passed."""
+
+    def stack(self, rank: int) -> str:
+        """The stack of ``rank``, as text."""
+
+    def stop(self, ranks: Iterable[int]) -> None:
+        """Stop ranks that do not end by themselves. They send no more events."""
+
+    def release(self) -> None:
+        """Let all ranks close their groups."""
+
+    def dispose(self) -> None:
+        """Stop the remaining ranks and free the resources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +139,6 @@ def failed_outcome(rank: int, error: BaseException) -> Outcome:
     )
 
 
-def is_own_frame(path: str) -> bool:
-    """Return whether a source file belongs to the frames between a rank's start and the test's function."""
-    return Path(path).parent == _HERE and Path(path).name in _OUTER_FILES
-
-
 def _close(group: Backend | None, rank: int) -> Outcome | None:
     if group is None:
         return None
@@ -157,58 +153,31 @@ def _close(group: Backend | None, rank: int) -> Outcome | None:
     return None
 
 
+_HERE = Path(__file__).parent
+# When one of these files is renamed, rename it here too.
+_OUTER_FILES = {"pytest_plugin.py", "process_ranks.py", "ranks.py", "supervisor.py"}
+
+
+def is_own_frame(path: str) -> bool:
+    """Return whether a source file belongs to the frames between a rank's start and the test's function."""
+    return Path(path).parent == _HERE and Path(path).name in _OUTER_FILES
+
+
 _STOP_TIMEOUT = 3.0  # seconds for ranks to end by themselves after one has failed and aborted the group
 
 _CLOSE_TIMEOUT = 2.0  # seconds, at least, for ranks to close their groups
 
 
-class Stage(Enum):
-    """A stage that a rank has completed: ``ENDED`` its function, ``CLOSED`` its group as well."""
-
-    ENDED = "ended"
-    CLOSED = "closed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """A rank has completed a stage; ``outcome`` is set for ``ENDED``, and for a failed ``CLOSED``."""
-
-    rank: int
-    stage: Stage
-    outcome: Outcome | None
-
-
-class RankSet(Protocol):
-    """Started ranks: threads or processes."""
-
-    notes: Sequence[str] = ()  # for the error when a rank is stuck
-
-    def next_event(self, timeout: float) -> Event | None:
-        """Wait for the next event; None when ``timeout`` seconds have passed."""
-
-    def stack(self, rank: int) -> str:
-        """The stack of ``rank``, as text."""
-
-    def stop(self, ranks: Iterable[int]) -> None:
-        """Stop ranks that do not end by themselves. They send no more events."""
-
-    def release(self) -> None:
-        """Let all ranks close their groups."""
-
-    def dispose(self) -> None:
-        """Stop the remaining ranks and free the resources."""
-
-
 def supervise(ranks: RankSet, world_size: int, timeout: float) -> list[Any]:
     """Wait for all ranks, ``timeout`` seconds, and return their results in rank order; RankFailedError if one fails."""
-    watch = _Supervision(ranks, world_size, Deadline(timeout))
+    supervision = _Supervision(ranks, world_size, Deadline(timeout))
     try:
-        stuck = watch.collect_results()
-        watch.collect_closings()
-        outcomes = [*watch.ended.values(), *watch.close_failures]
+        stuck = supervision.collect_results()
+        supervision.collect_closings()
+        outcomes = [*supervision.ended.values(), *supervision.close_failures]
         if any(outcome.failed for outcome in outcomes):
             raise rank_failed_error(outcomes, world_size, ranks.notes if stuck else ())
-        return [watch.ended[rank].result for rank in range(world_size)]
+        return [supervision.ended[rank].result for rank in range(world_size)]
     finally:
         ranks.dispose()
 
@@ -281,3 +250,36 @@ def _stuck(rank: int, stack: str, timeout: float | None) -> Outcome:
         return Outcome(rank=rank, time=time.monotonic(), summary=summary, secondary=True)
     summary = f"not done after {timeout:g} s (the timeout of run_ranks), and stopped"
     return Outcome(rank=rank, time=time.monotonic(), summary=summary, report=f"{summary}; it was here:\n{stack}")
+
+
+_RULE = "-" * 8
+
+
+def rank_failed_error(outcomes: Sequence[Outcome], world_size: int, notes: Sequence[str] = ()) -> RankFailedError:
+    """Build the error for a run in which at least one of ``outcomes``, in any order, is a failure.
+
+    The primary failures come first in time order, each with its whole report (once, where ranks raised the same);
+    secondary failures, which other ranks raised because of them, follow in one line each, and ``notes`` at the end.
+    """
+    failures = sorted((outcome for outcome in outcomes if outcome.failed), key=lambda outcome: outcome.time)
+    first = [outcome for outcome in failures if not outcome.secondary] or failures[:1]
+    others = [outcome for outcome in failures if outcome not in first]
+    ranks = tuple(dict.fromkeys(outcome.rank for outcome in first))
+    parts = [f"{ranks_text(ranks)} of {world_size} failed: {first[0].summary}"]
+    said: dict[tuple[str, str], Outcome] = {}
+    for outcome in first:
+        # One exception on all ranks is reported once, though each rank has its own traceback; two stuck ranks are
+        # reported as one only if their stacks are equal.
+        where = "" if outcome.error is not None else outcome.report
+        twin = said.setdefault((outcome.summary, where), outcome)
+        if twin is outcome:
+            parts.append(f"\n{_RULE} rank {outcome.rank} {_RULE}\n{outcome.report or outcome.summary}")
+        else:
+            parts.append(f"\n{_RULE} rank {outcome.rank}: the same as rank {twin.rank} {_RULE}")
+    if others:
+        parts.append("\nas a consequence:")
+        parts.extend(f"  rank {outcome.rank}: {outcome.summary}" for outcome in others)
+    parts.extend(f"\nnote: {note}" for note in notes)
+    error = RankFailedError("\n".join(parts), ranks=ranks)
+    error.__cause__ = next((outcome.error for outcome in first if outcome.error is not None), None)
+    return error

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from ferrodist.backends.request import LockWaitEvent
+from ferrodist.backends.persistent_recv import LockWaitEvent
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.errors import DistributedError, GroupAbortedError, GroupClosedError, PeerLostError

@@ -12,8 +12,7 @@ import pytest
 import ferrodist.launch
 from ferrodist.cli import main as cli
 from ferrodist.cli.main import build_parser, main
-from ferrodist.launch import options
-from ferrodist.launch import spec as limits
+from ferrodist.launch import host_limits, options
 from ferrodist.launch.options import spec_from_arguments
 from ferrodist.launch.spec import LaunchSpec, ProgramKind
 
@@ -172,7 +171,7 @@ def test_endpoint_is_address_and_port():
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments, message, capsys, monkeypatch):
     """Wrong usage says in one line what to do, and starts nothing."""
     monkeypatch.delenv("FERRODIST_SECRET", raising=False)
-    monkeypatch.setattr(limits, "rank_limit", lambda: (47, "open files"))
+    monkeypatch.setattr(host_limits, "rank_limit", lambda: (47, "open files"))
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2

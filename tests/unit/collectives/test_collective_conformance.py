@@ -13,9 +13,9 @@ from ferrodist.backends.subgroup import SubBackend
 from ferrodist.collectives.engines import reference
 from ferrodist.collectives.reduce_op import ReduceOp, fold
 from ferrodist.testing import run_ranks
-from ferrodist.testing.conformance.backend.harness import public_functions
 from ferrodist.testing.conformance.collectives import reductions
 from ferrodist.testing.conformance.collectives.suite import COLLECTIVE_CHECKS, check_collectives
+from ferrodist.testing.conformance.harness import public_functions
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend

@@ -27,9 +27,9 @@ from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_reduction, p
 from ferrodist.collectives.work import PreparedCall, submit
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
-from ferrodist.testing.conformance.backend.harness import public_functions
-from ferrodist.testing.conformance.collectives import calling, data_movement, reductions
+from ferrodist.testing.conformance.collectives import call_forms, data_movement, reductions
 from ferrodist.testing.conformance.collectives.oracle import check_bits, elements
+from ferrodist.testing.conformance.harness import public_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -157,7 +157,7 @@ def test_every_dtype_and_reduction(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [check for module in (reductions, data_movement, calling) for check in public_functions(module)],
+    [check for module in (reductions, data_movement, call_forms) for check in public_functions(module)],
     ids=lambda check: check.__name__,
 )
 def test_conformance(check: Callable[[Backend], None], monkeypatch: pytest.MonkeyPatch) -> None:

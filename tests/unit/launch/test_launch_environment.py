@@ -12,16 +12,9 @@ from pathlib import Path
 import pytest
 
 from ferrodist.launch import launcher
-from ferrodist.launch.spec import (
-    Attempt,
-    LaunchSpec,
-    ProgramKind,
-    rank_environment,
-    rank_limit,
-    reserved_port,
-    usable_cores,
-    with_stack_dumps,
-)
+from ferrodist.launch.host_limits import rank_limit, usable_cores
+from ferrodist.launch.rank_environment import Attempt, rank_environment, reserved_port, with_stack_dumps
+from ferrodist.launch.spec import LaunchSpec, ProgramKind
 
 ATTEMPT = Attempt(master_addr="10.0.0.1", master_port=1234, run_id="job", secret="s3cret", restart_count=2)
 

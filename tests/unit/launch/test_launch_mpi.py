@@ -12,7 +12,8 @@ from ferrodist.cli.main import main
 from ferrodist.errors import BackendUnavailable
 from ferrodist.launch.mpiexec import find_mpiexec, is_open_mpi, mpiexec_command, mpiexec_environment
 from ferrodist.launch.pmi_server import PmiServer
-from ferrodist.launch.spec import LaunchSpec, MpiLauncher, with_stack_dumps
+from ferrodist.launch.rank_environment import with_stack_dumps
+from ferrodist.launch.spec import LaunchSpec, MpiLauncher
 
 
 def spec(**changes):

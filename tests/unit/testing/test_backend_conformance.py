@@ -8,7 +8,7 @@ from toy_backend import Message, ToyBackend
 from ferrodist.errors import DistributedTimeoutError, GroupAbortedError, RankFailedError, SizeMismatchError
 from ferrodist.testing import BACKEND_CHECKS, check_backend, run_ranks
 from ferrodist.testing.conformance.backend import suite
-from ferrodist.testing.conformance.backend.harness import check_bytes, pattern
+from ferrodist.testing.conformance.harness import check_bytes, pattern
 
 CHECKS = {check.__name__: check for check in BACKEND_CHECKS}
 

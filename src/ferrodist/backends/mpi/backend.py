@@ -21,8 +21,9 @@ from ferrodist.backends.mpi.runtime import check_job, library_version
 from ferrodist.backends.mpi.transport import FrameTransport, ProgressThread, QueuedFrame
 from ferrodist.backends.mpi.verification import MpiVerifier
 from ferrodist.backends.mpi.wire import MAX_PAYLOAD, Frame
-from ferrodist.backends.request import Stragglers, answer_seconds
-from ferrodist.backends.tags import group_of_tag
+from ferrodist.backends.request import answer_seconds
+from ferrodist.backends.stragglers import Stragglers
+from ferrodist.backends.tags import LOW_64_BITS, WORLD_GROUP_ID, group_of_tag
 from ferrodist.deadline import Deadline, check_timeout, resolve_timeout
 from ferrodist.errors import (
     BackendUnavailable,
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.mailbox_backend import Send
 
-_WORLD = 0
-_LOW_64 = (1 << 64) - 1
 _CLOSE_SECONDS = 5.0  # how long `MpiBackend.close` waits until MPI has sent this rank's messages
 _GRACE_SECONDS = 0.2
 _DEFERRED_ABORT_SECONDS = 0.5  # how long a third rank's notice that a rank is lost waits for the lost rank's own notice
@@ -117,17 +116,7 @@ class MpiBackend(FramedBackend):
         self._gone: set[int] = set()  # ranks that have left the world, or died
         self._announced_leaving = False
         self._detects_deaths = runtime.call_safely(mpi, self._message_communicator.Get_failed) is not None
-        self._handlers: dict[FrameType, Callable[[int, Frame, memoryview], None]] = {
-            FrameType.EAGER: self._on_eager,
-            FrameType.OFFER: self._on_offer,
-            FrameType.GRANT: self._on_grant,
-            FrameType.DATA: self._on_data,
-            FrameType.WITHDRAW: self._on_withdraw,
-            FrameType.ABORT: self._on_abort,
-            FrameType.LEFT: self._on_left,
-            FrameType.PING: lambda source, *_: self._push_frame(FrameType.PONG, source, self.verifier.num_entered),
-            FrameType.PONG: self._on_pong,
-        }
+        self._handlers = self._make_handlers()
         self.data_plane: MpiDataPlane = MpiDataPlane(
             mpi, collective_communicator, self._cannot_complete, self._abort_for, self._grace_seconds
         )
@@ -146,6 +135,19 @@ class MpiBackend(FramedBackend):
         runtime.register(self)
         track(self)
         self._progress.start()
+
+    def _make_handlers(self) -> dict[FrameType, Callable[[int, Frame, memoryview], None]]:
+        return {
+            FrameType.EAGER: self._on_eager,
+            FrameType.OFFER: self._on_offer,
+            FrameType.GRANT: self._on_grant,
+            FrameType.DATA: self._on_data,
+            FrameType.WITHDRAW: self._on_withdraw,
+            FrameType.ABORT: self._on_abort,
+            FrameType.LEFT: self._on_left,
+            FrameType.PING: lambda source, *_: self._push_frame(FrameType.PONG, source, self.verifier.num_entered),
+            FrameType.PONG: self._on_pong,
+        }
 
     @classmethod
     def from_job(cls, rank: int | None, world_size: int | None, timeout: float, deadline: Deadline) -> MpiBackend:
@@ -181,7 +183,7 @@ class MpiBackend(FramedBackend):
     ) -> None:
         tag = size_bytes = 0
         if send is not None:
-            group, tag, size_bytes = group_of_tag(send.tag), send.tag & _LOW_64, len(send.data)
+            group, tag, size_bytes = group_of_tag(send.tag), send.tag & LOW_64_BITS, len(send.data)
         frame = Frame(kind, message, group, tag, size_bytes, offset)
         try:
             self._transport.push(rank, QueuedFrame(frame, payload, send, on_sent))
@@ -261,7 +263,7 @@ class MpiBackend(FramedBackend):
         if self._accepts_notice(source, frame):
             self.peer_left(frame.group, source)
         self._act_on_deferred_aborts()
-        if frame.group == _WORLD:
+        if frame.group == WORLD_GROUP_ID:
             self._liveness.note_progress(source, frame.message)
             self._gone.add(source)
 
@@ -287,7 +289,7 @@ class MpiBackend(FramedBackend):
         if self.failure is not None:
             return True
         for rank in self._gone.copy():
-            peer_exit = self.peer_error(_WORLD, rank)
+            peer_exit = self.peer_error(WORLD_GROUP_ID, rank)
             if peer_exit is not None and not self._liveness.has_entered(rank, self.verifier.num_entered - 1):
                 self.abort(peer_exit)
                 return True
@@ -360,7 +362,7 @@ class MpiBackend(FramedBackend):
     def _release(self) -> None:
         """Free the communicators, once all ranks have left; the last act of the progress thread."""
         self._transport.close()  # a closing thread may still poll, and another one begin a collective
-        has_failed = _WORLD in self._failures
+        has_failed = WORLD_GROUP_ID in self._failures
         if self.data_plane.close() and not has_failed:
             for communicator in self._communicators:
                 runtime.call_safely(self._mpi, communicator.Free)
@@ -369,7 +371,7 @@ class MpiBackend(FramedBackend):
     def wait_until_all_left(self, patience: float) -> bool:
         """Wait until all ranks have left; False once the group has failed and ``patience`` seconds have passed."""
         while not self._progress.join(patience):
-            if _WORLD in self._failures or os.getpid() != self._process:
+            if WORLD_GROUP_ID in self._failures or os.getpid() != self._process:
                 return False
         return True
 

@@ -24,7 +24,7 @@ from ferrodist.backends.native.p2p import NativeP2P
 from ferrodist.backends.native.topology import HostTopology, address_of_interface, host_id
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
-from ferrodist.backends.tags import ANY_SOURCE, group_of_tag
+from ferrodist.backends.tags import ANY_SOURCE, LOW_64_BITS, WORLD_GROUP_ID, group_of_tag
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.tcp.bootstrap import join_members
 from ferrodist.backends.verification import CollectiveVerifier
@@ -43,8 +43,6 @@ _log = logging.getLogger(__name__)
 # Stands in for the compiled engine if the group has failed before it was opened: nothing has a fast path.
 _UNOPENED_ENGINE = SimpleNamespace(fast_send=lambda *_: None, fast_recv=lambda *_: None, try_send=lambda *_: False)
 _NONCE_BYTES = 16
-_LOW_64 = (1 << 64) - 1
-_WORLD = 0
 
 
 class NativeBackend(DelegatingBackend):
@@ -156,7 +154,7 @@ class NativeBackend(DelegatingBackend):
     @property
     def failure(self) -> DistributedError | None:
         """Why the group can't be used any more, or None while it can."""
-        return self._control.failure_of(_WORLD)
+        return self._control.failure_of(WORLD_GROUP_ID)
 
     @override
     def subgroup_failure(self, group_id: int, members: tuple[int, ...]) -> DistributedError | None:
@@ -203,7 +201,7 @@ class NativeBackend(DelegatingBackend):
 
     @override
     def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:
-        return bool(self._p2p_engine.try_send(data, dst, group_of_tag(tag), tag & _LOW_64))
+        return bool(self._p2p_engine.try_send(data, dst, group_of_tag(tag), tag & LOW_64_BITS))
 
 
 class _NativeEngines(GroupObserver):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.backends.abort_reason import pack_reason, unpack_reason
 from ferrodist.backends.native.binding import signature_of_record
+from ferrodist.backends.verification import queued_error
 from ferrodist.deadline import Deadline, Elapsed
 from ferrodist.errors import (
     BackendUnavailable,
@@ -38,22 +39,22 @@ _MAX_CHARACTERS, _MAX_RANKS = 3000, 100  # of an error, so that its record fits 
 
 
 class FailureKind(IntEnum):
-    """`FailureKind` of native/base/failure.h."""
+    """`FailureKind` of native/base/failure.h, with the fields of a `Failure` that matter."""
 
-    LATE = 0
-    STALLED = 1
-    LEFT = 2
-    MISMATCH = 3
-    SIZES = 4
-    ABORTED = 5
-    STOPPED = 6
-    BROKEN = 7
-    QUEUED = 8
-    UNSUPPORTED = 9
-    LOST = 10
-    PROTOCOL = 11
-    FAILED = 12
-    UNREADABLE = 13
+    LATE = 0  # the deadline passed; `ranks` have not called the collective
+    STALLED = 1  # the deadline passed; `ranks` have called the collective and are stuck in it
+    LEFT = 2  # `ranks` have left the group
+    MISMATCH = 3  # the ranks made different calls; `record` holds every rank's call
+    SIZES = 4  # the number of elements from `ranks` differs from the expected one; `record` is both, as uint64
+    ABORTED = 5  # the group was aborted on all ranks; `record` is the reason given to `abort`
+    STOPPED = 6  # this rank has left the group
+    BROKEN = 7  # an earlier operation failed on this rank
+    QUEUED = 8  # an operation started earlier has not ended in time
+    UNSUPPORTED = 9  # the engine does not support the operation
+    LOST = 10  # the connection to `ranks` has ended
+    PROTOCOL = 11  # `ranks` violated the protocol; `record` says how
+    FAILED = 12  # a collective has failed on `ranks`, which report the reason over the control plane
+    UNREADABLE = 13  # the kernel now refuses to read the memory of `ranks`; `record` is the errno, as int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +82,6 @@ def public_error(group: Backend, failure: Exception, call: CollectiveSignature, 
 def abort_record(error: DistributedError) -> bytes:
     """Encode an error for the other ranks of this host."""
     return pack_reason(error, max_characters=_MAX_CHARACTERS, max_ranks=_MAX_RANKS)
-
-
-def queued_error(group: Backend, call: CollectiveSignature, elapsed: Elapsed) -> DistributedTimeoutError:
-    """The error of a call that did not begin because an earlier one has not ended."""
-    return DistributedTimeoutError(
-        f"{call} on group {group.name!r}, operation {call.sequence}: a collective that rank {group.rank} started before"
-        f" it has not ended, after {elapsed}",
-        ranks=(group.rank,),
-    )
 
 
 def _stalled_error(failed: _Failed) -> DistributedError:
@@ -190,7 +182,9 @@ _ERRORS: dict[FailureKind, Callable[[_Failed], DistributedError]] = {
     FailureKind.STOPPED: _ended_error,
     FailureKind.BROKEN: _ended_error,
     FailureKind.QUEUED: lambda failed: queued_error(failed.group, failed.call, failed.elapsed),
-    FailureKind.UNSUPPORTED: lambda failed: UnsupportedOpError(f"{failed.where}: the native engine can't do it"),
+    FailureKind.UNSUPPORTED: lambda failed: UnsupportedOpError(
+        f"{failed.where}: the native engine can't do it. Use the tcp backend for it"
+    ),
     FailureKind.LOST: _lost_error,
     FailureKind.PROTOCOL: _protocol_error,
     FailureKind.FAILED: _remote_failure_error,

@@ -22,17 +22,8 @@ from ferrodist.backends import mailbox
 from ferrodist.backends.base import check_peer, given_up_error
 from ferrodist.backends.group_observer import EndReason, GroupObserver, PeerExit
 from ferrodist.backends.native.binding import load
-from ferrodist.backends.request import (
-    OnEnd,
-    OnMessages,
-    PersistentRecv,
-    Request,
-    SizedRequest,
-    Stragglers,
-    WaitEvent,
-    answer_seconds,
-)
-from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
+from ferrodist.backends.request import Request, SizedRequest, answer_seconds
+from ferrodist.backends.tags import ANY_SOURCE, LOW_64_BITS, TAG_BITS, WORLD_GROUP_ID, check_tag, group_of_tag
 from ferrodist.backends.weak import snapshot_weak
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, ProtocolError
@@ -41,8 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ferrodist.backends.mailbox_backend import MailboxBackend
+    from ferrodist.backends.persistent_recv import OnEnd, OnMessages, PersistentRecv, WaitEvent
+    from ferrodist.backends.stragglers import Stragglers
 
-_WORLD = 0
 
 _DRAIN_SECONDS = 1.0
 """How long frames of a rank that has left may take to arrive, and this rank's own last frames to be sent."""
@@ -52,8 +44,6 @@ _POSTED_RECEIVES = 16  # receives that a `PersistentRecv` posts ahead: as many a
 _MAX_REASONS = 200
 """Errors kept for the transfers that they ended. A transfer that is asked later reports its group's state then."""
 
-_TAG_BITS = 128
-_LOW_64 = (1 << 64) - 1
 
 _Ending = tuple[int, int, int, int]
 """The end of a transfer: outcome, peer, size in bytes of the message of a receive, id of the reason."""
@@ -152,11 +142,11 @@ class NativeP2P(GroupObserver):
         control = self._control
         dst = check_peer(control, dst)
         view = mailbox.read_view(data)
-        group_id = group_of_tag(check_tag(tag, _TAG_BITS))
+        group_id = group_of_tag(check_tag(tag, TAG_BITS))
         error = control.refusal(tag, dst)
         if error is not None:
             raise error.fresh()
-        request = self._engine.start_send(view, dst, group_id, tag & _LOW_64)
+        request = self._engine.start_send(view, dst, group_id, tag & LOW_64_BITS)
         # Its group may have ended after the check above and before the engine knew of the send.
         error = control.refusal(tag, dst)
         if error is not None:
@@ -175,11 +165,11 @@ class NativeP2P(GroupObserver):
         control = self._control
         src = check_peer(control, src, any_source=True)
         view = mailbox.write_view(buffer)
-        group_id = group_of_tag(check_tag(tag, _TAG_BITS))
+        group_id = group_of_tag(check_tag(tag, TAG_BITS))
         failure = control.failure_of(group_id)
         if failure is not None:
             raise failure.fresh()
-        request = self._engine.start_recv(view, src, group_id, tag & _LOW_64, accepts_shorter)
+        request = self._engine.start_recv(view, src, group_id, tag & LOW_64_BITS, accepts_shorter)
         if not request.done():
             error = control.refusal(tag, src)
             if error is not None:
@@ -188,7 +178,7 @@ class NativeP2P(GroupObserver):
 
     def listen(self, src: int, size_bytes: int, heard: OnMessages, ended: OnEnd, *, tag: int = 0) -> PersistentRecv:
         """Receive every message of a rank; see `Backend.listen`."""
-        source, group_id = check_peer(self._control, src), group_of_tag(check_tag(tag, _TAG_BITS))
+        source, group_id = check_peer(self._control, src), group_of_tag(check_tag(tag, TAG_BITS))
 
         def end(ending: _Ending) -> None:
             error = self.ending_error(ending, group_id, size_bytes)
@@ -196,7 +186,7 @@ class NativeP2P(GroupObserver):
             ended(error.fresh())
 
         listener = load().listen(
-            self._engine, size_bytes, source, group_id, tag & _LOW_64, _POSTED_RECEIVES, heard, end
+            self._engine, size_bytes, source, group_id, tag & LOW_64_BITS, _POSTED_RECEIVES, heard, end
         )
         error = self._control.refusal(tag, source)
         if error is not None:
@@ -225,7 +215,7 @@ class NativeP2P(GroupObserver):
     def raise_ending(self, ending: _Ending, what: str, peer: int, limit: float, size_bytes: int) -> NoReturn:
         """Raise the error of a transfer of the fast path; ``what`` says, for a timeout's error, what did not happen."""
         if ending[0] != _Outcome.CANCELLED:
-            error = self.ending_error(ending, _WORLD, size_bytes)
+            error = self.ending_error(ending, WORLD_GROUP_ID, size_bytes)
             assert error is not None
             raise error.fresh()
         control = self._control
@@ -266,7 +256,7 @@ class NativeP2P(GroupObserver):
             control.abort_for_overflow(group_id, self._engine.fullest_source(rank, size_bytes))
         elif event == _PeerEvent.GONE:
             what = f"can't be reached: its connection to rank {control.rank} has ended"
-            control.peer_left(_WORLD, rank, PeerExit(what=what))
+            control.peer_left(WORLD_GROUP_ID, rank, PeerExit(what=what))
         else:
             what = "what it wrote for other ranks is no message"
             control.abort(
@@ -303,7 +293,7 @@ class NativeP2P(GroupObserver):
     def end_transfers(self, why: EndReason) -> None:
         self._close_fast_paths()
         if self._control.failure is not None:
-            self._engine.end_group(_WORLD)
+            self._engine.end_group(WORLD_GROUP_ID)
         for rank in self._control.gone_ranks():
             self._engine.lose(rank)
         for is_send, group_id, peer in self._engine.active_transfers():
@@ -315,7 +305,7 @@ class NativeP2P(GroupObserver):
         """Close those of sub-groups that have ended or that a rank has left; of the world the engine knows."""
         deserted = self._control.deserted_groups()
         for group_id, tensor_p2p in snapshot_weak(self._tensor_p2p.items):
-            if group_id != _WORLD and (group_id in deserted or self._control.failure_of(group_id) is not None):
+            if group_id != WORLD_GROUP_ID and (group_id in deserted or self._control.failure_of(group_id) is not None):
                 tensor_p2p.close()
 
     @override

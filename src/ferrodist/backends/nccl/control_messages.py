@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import PersistentRecv, Request
+    from ferrodist.backends.persistent_recv import PersistentRecv
+    from ferrodist.backends.request import Request
     from ferrodist.errors import DistributedError
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.nccl.communicator import Communicator
     from ferrodist.backends.nccl.in_flight import InFlightOp
     from ferrodist.backends.nccl.stream_executor import StreamContext, StreamExecutor
-    from ferrodist.backends.request import PersistentRecv
+    from ferrodist.backends.persistent_recv import PersistentRecv
 
 _MAX_DIMS = 12
 _HEADER = struct.Struct(f"<Q16sB{_MAX_DIMS}q")  # tag, dtype, number of dims, shape

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import PersistentRecv, Request
+    from ferrodist.backends.persistent_recv import PersistentRecv
+    from ferrodist.backends.request import Request
     from ferrodist.deadline import Deadline
 
 _CALL_TAG = channel_tag(Channel.DEVICE_CALL, 0)
@@ -37,7 +38,8 @@ _CALL_TAG = channel_tag(Channel.DEVICE_CALL, 0)
 class RingVerifier:
     """Compares this rank's calls with the previous rank's; see [Note: call ring].
 
-    ``on_mismatch(error)`` is called in any thread and must not block.
+    ``on_mismatch(error)`` is called in any thread and must not block. Its methods take the group, which it does not
+    keep: its receives would else keep a dropped group alive.
     """
 
     def __init__(self, group: Backend, on_mismatch: Callable[[CollectiveMismatchError], None]) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import PersistentRecv
+    from ferrodist.backends.persistent_recv import PersistentRecv
 
 _MESSAGE = struct.Struct("<BQQ")  # message type, id of the question, operations called
 _QUESTION, _ANSWER = 0, 1

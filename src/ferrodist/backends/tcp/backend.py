@@ -19,8 +19,8 @@ from ferrodist.backends.framed_backend import FramedBackend
 from ferrodist.backends.group_observer import PeerExit
 from ferrodist.backends.lifecycle import track
 from ferrodist.backends.liveness import LivenessProbe
-from ferrodist.backends.request import Stragglers
-from ferrodist.backends.tags import group_of_tag
+from ferrodist.backends.stragglers import Stragglers
+from ferrodist.backends.tags import LOW_64_BITS, WORLD_GROUP_ID, group_of_tag
 from ferrodist.backends.tcp.bootstrap import dial_hub, gather_links, join_members
 from ferrodist.backends.tcp.connection import FramedConnection, QueuedFrame, Sink, tune
 from ferrodist.backends.tcp.io_loop import BLOCK_BYTES, IoLoop
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from ferrodist.rendezvous.session import Connection
 
 _HUB = 0
-_WORLD = 0
-_LOW_64 = (1 << 64) - 1
 _CLOSE_SECONDS = 5.0  # how long `TcpBackend.close` goes on relaying messages between ranks that are still there
 _ANSWER_GRACE_SECONDS = 0.5  # how long past its deadline a connected rank waits for rank 0 to name the missing rank
 _FAREWELL_SECONDS = 0.2  # how long a rank that was not let in waits until its notices are sent
@@ -204,7 +202,7 @@ class TcpBackend(FramedBackend):
     ) -> None:
         tag = size_bytes = 0
         if send is not None:
-            group, tag, size_bytes = group_of_tag(send.tag), send.tag & _LOW_64, len(send.data)
+            group, tag, size_bytes = group_of_tag(send.tag), send.tag & LOW_64_BITS, len(send.data)
         frame = Frame(kind, len(payload), self.rank, rank, message, group, tag, size_bytes, offset)
         self._push(QueuedFrame(frame, payload, owner=send, on_written=on_sent))
 
@@ -296,7 +294,7 @@ class TcpBackend(FramedBackend):
         if frame.destination != self.rank:
             self._push(QueuedFrame(frame, payload, relayed=True), link)
             return
-        link.has_left |= frame.kind is FrameType.LEFT and frame.group == _WORLD and frame.source == link.peer
+        link.has_left |= frame.kind is FrameType.LEFT and frame.group == WORLD_GROUP_ID and frame.source == link.peer
         handler = self._handlers.get(frame.kind)
         if handler is not None:
             try:
@@ -350,7 +348,7 @@ class TcpBackend(FramedBackend):
         else:
             unreachable = PeerExit(what="can't be reached", relay=_HUB)
             for other in range(1, self.world_size):
-                self.peer_left(_WORLD, other, unreachable)
+                self.peer_left(WORLD_GROUP_ID, other, unreachable)
         with self._changed:
             self._changed.notify_all()
 

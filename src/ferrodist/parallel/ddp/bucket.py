@@ -355,7 +355,7 @@ def make_buckets(
 
 
 def allocate_flat(numel: int, dtype: torch.dtype, device: torch.device, group: Backend | None) -> torch.Tensor:
-    """Allocate a flat tensor, on the CPU in the group's symmetric memory if there is a group; every rank calls."""
+    """Allocate a flat tensor, on the CPU in the group's symmetric memory if there is a group; every rank calls this."""
     if group is not None and device.type == "cpu":
         try:
             return empty_symmetric((numel,), dtype, group=group)

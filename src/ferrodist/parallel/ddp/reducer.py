@@ -56,9 +56,9 @@ from ferrodist.errors import (
     describe_error,
     ranks_text,
 )
+from ferrodist.parallel.backward_hooks import check_dense, current_backward_id, hook_gradients, weak_method
 from ferrodist.parallel.ddp.autograd_hooks import ParameterHooks
 from ferrodist.parallel.ddp.bucket import compute_bucket_assignment, make_buckets, model_title
-from ferrodist.parallel.module_guard import check_dense, current_backward_id, hook_gradients, weak_method
 from ferrodist.torch_private.autograd import queue_callback, version_of
 from ferrodist.wording import counted
 
@@ -72,7 +72,7 @@ _FIRST_BYTES = 1 << 20  # size limit of the first bucket, which starts first
 
 _ADVICE = (
     "Look for a rank that has fewer batches than the others (see join()), skips a backward or is in no_sync(), or runs"
-    " the backwards of several models in another order."
+    " the backward passes of several models in another order."
 )
 
 

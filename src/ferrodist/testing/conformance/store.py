@@ -1,4 +1,4 @@
-"""The conformance suite of stores: every promise of `ferrodist.rendezvous.Store`, as a check for its author.
+"""The conformance suite of stores: the contract of `ferrodist.rendezvous.Store` as runnable checks, for implementers.
 
 ::
 
@@ -16,7 +16,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ferrodist.errors import DistributedError, DistributedTimeoutError, RendezvousError
-from ferrodist.testing.conformance.backend.harness import TIMEOUT, check_deadline, error_of, pattern, run_checks
+from ferrodist.testing.conformance.harness import TIMEOUT, check_deadline, error_of, pattern, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

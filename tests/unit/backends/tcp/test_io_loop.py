@@ -99,7 +99,7 @@ def test_blocked_links_that_end_together() -> None:
         links[2].blocked_by = links[3]
         links[1].blocked_by = links[2]
         for link in links.values():
-            loop.touch(link)
+            loop.wake_for(link)
         loop._watch_touched()  # before the ends: both are found by one look
         for peer in (2, 1):
             far[peer].close()
@@ -116,7 +116,7 @@ def test_without_epoll_links_are_read_on(monkeypatch: pytest.MonkeyPatch) -> Non
         loop = IoLoop(handler, 3, "loop")
         handler.blocks = {links[1]: links[2]}
         for link in links.values():
-            loop.touch(link)
+            loop.wake_for(link)
         loop.start()
         session = Session(_KEY, is_server=False)
         far[1].sendall(b"".join(_sealed(session) for _ in range(3)))
@@ -136,7 +136,7 @@ def test_a_link_of_a_loop_that_is_stopped_at_once(is_started: bool) -> None:
             link = FramedConnection(ours, 1, Session(_KEY, is_server=True))
             if is_started:
                 loop.start()
-            loop.touch(link)
+            loop.wake_for(link)
             loop.stop()
             assert ours.fileno() == -1
             theirs.close()
@@ -158,7 +158,7 @@ def test_a_frame_that_is_not_the_peers_next(change: str) -> None:
         else:
             data = bytearray(_sealed(session, frame, b"abc"))
         loop = IoLoop(handler, 2, "loop")
-        loop.touch(links[1])
+        loop.wake_for(links[1])
         loop.start()
         far[1].sendall(data)
         assert handler.wait_for(lambda: bool(handler.ended))

@@ -2,8 +2,8 @@
 
 ::
 
-    suite.py       check_backend       harness.py     how checks run on ranks, and their assertions
-    messages.py    messages            deadlines.py   timeouts, stragglers, the barrier
+    suite.py       check_backend       messages.py    messages
+    deadlines.py   timeouts, stragglers, the barrier
     arguments.py   wrong arguments     failures.py    abort and close
     subgroups.py   groups within groups
 """

@@ -10,7 +10,7 @@ import numpy as np
 
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.errors import InvalidRankError, SelfSendError
-from ferrodist.testing.conformance.backend.harness import TIMEOUT, error_of, rank_check, receive
+from ferrodist.testing.conformance.harness import TIMEOUT, error_of, rank_check, receive
 
 if TYPE_CHECKING:
     from collections.abc import Callable

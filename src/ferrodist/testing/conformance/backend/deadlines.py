@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.errors import DistributedError, DistributedTimeoutError
-from ferrodist.testing.conformance.backend.harness import (
+from ferrodist.testing.conformance.harness import (
     LARGE,
     SLACK_SECONDS,
     TIMEOUT,
@@ -18,9 +18,9 @@ from ferrodist.testing.conformance.backend.harness import (
     check_deadline,
     error_key,
     error_of,
-    make_counter,
-    make_number,
-    make_signal,
+    make_event,
+    make_semaphore,
+    make_shared_float,
     pattern,
     rank_check,
     receive,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from multiprocessing.synchronize import Event, Semaphore
 
     from ferrodist.backends.base import Backend
-    from ferrodist.testing.conformance.backend.harness import BackendUnderTest
+    from ferrodist.testing.conformance.harness import BackendUnderTest
 
 _REPORT_SECONDS = 0.5  # seconds past its deadline that a rank may wait for the names of the stragglers
 
@@ -93,21 +93,21 @@ def a_send_in_vain_is_not_received(group: Backend) -> None:
             check_bytes(receive(group, 0, LARGE), pattern(LARGE, seed=seed), what)
 
 
-@rank_check(make_signal, make_counter, cases=lambda world_size: product(range(world_size)))
-def nobody_leaves_a_barrier_early(group: Backend, left: Event, at_the_door: Semaphore, last: int) -> None:
+@rank_check(make_event, make_semaphore, cases=lambda world_size: product(range(world_size)))
+def nobody_leaves_a_barrier_early(group: Backend, left: Event, arrived: Semaphore, last: int) -> None:
     """No rank leaves `barrier` before the last has entered it."""
     if group.rank == last:
         for _ in range(group.world_size - 1):
-            assert at_the_door.acquire(timeout=TIMEOUT), "a rank did not come to the barrier"
+            assert arrived.acquire(timeout=TIMEOUT), "a rank did not come to the barrier"
         # A barrier that lets ranks through sets the signal at once; a good one never does.
         assert not left.wait(0.1), f"a rank left the barrier before rank {last} called it"
     else:
-        at_the_door.release()
+        arrived.release()
     group.barrier(timeout=TIMEOUT)
     left.set()
 
 
-@rank_check(make_number)
+@rank_check(make_shared_float)
 def barriers_follow_each_other(group: Backend, entered: Synchronized[float]) -> None:
     """In each of many consecutive barriers, a rank leaves only when all have entered."""
     for i in range(50):
@@ -127,7 +127,7 @@ def a_late_rank_is_named_by_all(backend: BackendUnderTest, world_size: int = 3) 
     for late in sorted({0, 1, world_size - 1}):
         others = [rank for rank in range(world_size) if rank != late]
         for hasty in (others[0], others[-1]):
-            program = partial(_barrier_with_one_late, make_counter(), late, hasty)
+            program = partial(_barrier_with_one_late, make_semaphore(), late, hasty)
             errors = as_runner(backend).run(world_size, program)
             for rank, error in enumerate(errors):
                 assert error.ranks == (late,), f"rank {late} was late, rank {rank} names {error.ranks}: {error}"

@@ -22,7 +22,7 @@ from ferrodist.errors import (
     SelfSendError,
     SizeMismatchError,
 )
-from ferrodist.testing.conformance.backend.harness import (
+from ferrodist.testing.conformance.harness import (
     LARGE,
     TIMEOUT,
     WAITS,
@@ -32,9 +32,9 @@ from ferrodist.testing.conformance.backend.harness import (
     error_of,
     in_recv,
     let_others_block,
-    make_counter,
-    make_number,
-    make_signal,
+    make_event,
+    make_semaphore,
+    make_shared_float,
     pattern,
     rank_check,
     receive,
@@ -52,7 +52,7 @@ _DETECTION_SECONDS = 1.0  # seconds within which a rank must detect that another
 _CLOSE_SECONDS = 0.5  # the timeout of a close while other ranks stay: rank 0 of a star goes on serving them that long
 
 
-@rank_check(make_counter, cases=lambda world_size: product((0, world_size - 1), WAITS))
+@rank_check(make_semaphore, cases=lambda world_size: product((0, world_size - 1), WAITS))
 def an_abort_wakes_every_rank(group: Backend, ready: Semaphore, aborter: int, call: str) -> None:
     """`abort` makes every rank that waits in a call raise `GroupAbortedError` with the aborting rank and the reason."""
     if group.rank == aborter:
@@ -68,7 +68,7 @@ def an_abort_wakes_every_rank(group: Backend, ready: Semaphore, aborter: int, ca
     assert "the reason given" in str(error), f"rank {group.rank} does not say why the group was aborted: {error}"
 
 
-@rank_check(make_counter, make_signal)
+@rank_check(make_semaphore, make_event)
 def a_failed_group_stays_failed(group: Backend, ready: Semaphore, aborted: Event) -> None:
     """After an abort every call raises the same error on every rank; the first abort is the one that counts."""
     ready.release()
@@ -89,7 +89,7 @@ def a_failed_group_stays_failed(group: Backend, ready: Semaphore, aborted: Event
         assert error_key(error) == error_key(first), f"rank {group.rank} raised {first!r}, then {error!r}"
 
 
-@rank_check(make_counter)
+@rank_check(make_semaphore)
 def an_abort_with_an_error_raises_it(group: Backend, ready: Semaphore) -> None:
     """`abort(error)` makes every rank raise an error of that class with the same message and ranks."""
     given = CollectiveMismatchError("the ranks disagree", ranks=(1,))
@@ -117,8 +117,8 @@ def a_closed_group_says_so(group: Backend, after_failure: bool) -> None:  # noqa
 
 
 @rank_check(
-    make_counter,
-    make_number,
+    make_semaphore,
+    make_shared_float,
     cases=lambda world_size: product((0, world_size - 1), ("recv", "wait", "send", "barrier")),
 )
 def a_rank_that_left_is_named(
@@ -141,7 +141,7 @@ def a_rank_that_left_is_named(
     assert again.ranks == (leaver,), f"a second {what} names {again.ranks}: {again}"
 
 
-@rank_check(make_signal)
+@rank_check(make_event)
 def what_was_sent_before_close_arrives(group: Backend, closed: Event) -> None:
     """Messages whose `send` had returned are received after the sender closed the group; then comes `PeerLostError`."""
     if group.rank == 0:
@@ -162,7 +162,7 @@ def what_was_sent_before_close_arrives(group: Backend, closed: Event) -> None:
     assert error.ranks == (0,), f"rank 0 left, the error names {error.ranks}"
 
 
-@rank_check(make_signal, min_ranks=3)
+@rank_check(make_event, min_ranks=3)
 def the_others_go_on_after_a_close(group: Backend, closed: Event) -> None:
     """Ranks that don't wait for a rank that closed the group can go on exchanging messages."""
     last = group.world_size - 1
@@ -208,7 +208,7 @@ def close_callbacks_run_last(group: Backend) -> None:
     assert len(errors) == 2, f"a close callback ran {len(errors) // 2} times"
 
 
-@rank_check(make_counter)
+@rank_check(make_semaphore)
 def errors_pickle(group: Backend, through: Semaphore) -> None:
     """Errors go through pickle with class, message and ranks."""
     dst, src = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size

@@ -14,7 +14,7 @@ from ferrodist.backends.request import wait_all
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, SizeMismatchError
-from ferrodist.testing.conformance.backend.harness import (
+from ferrodist.testing.conformance.harness import (
     LARGE,
     TIMEOUT,
     as_runner,
@@ -28,7 +28,7 @@ from ferrodist.testing.conformance.backend.harness import (
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
-    from ferrodist.testing.conformance.backend.harness import BackendUnderTest
+    from ferrodist.testing.conformance.harness import BackendUnderTest
 
 _SIZES = (0, 1, 3, 4095, 65_535, 65_536, 65_537, LARGE, LARGE + 1)
 
@@ -293,7 +293,7 @@ def started_transfers_keep_order(group: Backend) -> None:
         buffers = [bytearray(size) for size in sizes]
         wait_all([group.irecv(buffer, 0) for buffer in buffers], Deadline(TIMEOUT))
         for i, buffer in enumerate(buffers):
-            check_bytes(buffer, pattern(sizes[i], seed=i), f"the receive posted as number {i}")
+            check_bytes(buffer, pattern(sizes[i], seed=i), f"receive {i}, counted from 0")
 
 
 @rank_check(min_ranks=3)

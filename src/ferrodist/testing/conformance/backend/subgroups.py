@@ -16,7 +16,7 @@ from ferrodist.errors import (
     PeerLostError,
     SizeMismatchError,
 )
-from ferrodist.testing.conformance.backend.harness import (
+from ferrodist.testing.conformance.harness import (
     LARGE,
     TIMEOUT,
     WAITS,
@@ -25,8 +25,8 @@ from ferrodist.testing.conformance.backend.harness import (
     error_of,
     in_recv,
     let_others_block,
-    make_counter,
-    make_signal,
+    make_event,
+    make_semaphore,
     pattern,
     rank_check,
     receive,
@@ -113,7 +113,7 @@ def a_subgroups_barrier_is_its_own(world: Backend) -> None:
         assert error.ranks == (1,), f"rank 0, which is rank 1 of [2, 0], is late; named is {error.ranks}"
 
 
-@rank_check(make_signal, min_ranks=3)
+@rank_check(make_event, min_ranks=3)
 def an_abort_ends_its_group_only(world: Backend, aborted: Event) -> None:
     """Aborting a sub-group ends it on its members; the world and a sibling go on where the backend overrides
     `Backend.abort_subgroup`, and otherwise end as well.
@@ -153,7 +153,7 @@ def a_subgroup_closes_alone(world: Backend) -> None:
     assert world.failure is None, "closing a sub-group has failed the world"
 
 
-@rank_check(make_counter, min_ranks=3, cases=lambda _: product(("recv", "send", "barrier"), (False, True)))
+@rank_check(make_semaphore, min_ranks=3, cases=lambda _: product(("recv", "send", "barrier"), (False, True)))
 def ranks_are_named_as_their_subgroup_does(
     world: Backend,
     ready: Semaphore,

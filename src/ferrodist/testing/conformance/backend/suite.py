@@ -1,4 +1,4 @@
-"""The conformance suite of backends: every promise of `ferrodist.backends.base`, as a check for its author.
+"""The conformance suite of backends: the contract of `ferrodist.backends.base` as runnable checks, for implementers.
 
 ::
 
@@ -13,12 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ferrodist.testing.conformance.backend import arguments, deadlines, failures, messages, subgroups
-from ferrodist.testing.conformance.backend.harness import public_functions, run_checks
+from ferrodist.testing.conformance.harness import public_functions, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ferrodist.testing.conformance.backend.harness import BackendCheck, BackendUnderTest
+    from ferrodist.testing.conformance.harness import BackendCheck, BackendUnderTest
 
 BACKEND_CHECKS: tuple[BackendCheck, ...] = (
     *(*public_functions(messages), *public_functions(deadlines), *public_functions(arguments)),

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 import ferrodist as fd
-from ferrodist.testing.conformance.backend.harness import error_of
-from ferrodist.testing.conformance.collectives.failures import COLLECTIVES
+from ferrodist.testing.conformance.collectives.failures import SAMPLE_CALLS
 from ferrodist.testing.conformance.collectives.oracle import check_bits, duplicate_group, undefined_reductions
+from ferrodist.testing.conformance.harness import error_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -323,7 +323,7 @@ def groups_that_were_closed_are_refused(group: Backend) -> None:
     fd.barrier(gone)
     gone.close()
     tensor, peer = torch.ones(2), 0 if group.rank else group.world_size - 1
-    calls: dict[str, Call] = {name: partial(call, group=gone) for name, call in COLLECTIVES.items()}
+    calls: dict[str, Call] = {name: partial(call, group=gone) for name, call in SAMPLE_CALLS.items()}
     calls["async_allreduce"] = lambda: fd.async_allreduce(tensor, group=gone).wait(0)
     calls["all_gather_object"] = lambda: fd.all_gather_object(1, group=gone)
     if group.world_size > 1:

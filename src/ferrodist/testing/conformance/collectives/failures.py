@@ -10,8 +10,8 @@ import torch
 import ferrodist as fd
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.deadline import Deadline
-from ferrodist.testing.conformance.backend.harness import error_key, error_of
-from ferrodist.testing.conformance.collectives.oracle import SLACK_SECONDS, duplicate_group
+from ferrodist.testing.conformance.collectives.oracle import COLLECTIVE_SLACK_SECONDS, duplicate_group
+from ferrodist.testing.conformance.harness import error_key, error_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _DEADLINE_SECONDS = 0.3
 
-COLLECTIVES: dict[str, Collective] = {
+SAMPLE_CALLS: dict[str, Collective] = {
     "barrier": fd.barrier,
     **{
         name: partial(getattr(fd, name), torch.ones(4))
@@ -34,6 +34,7 @@ COLLECTIVES: dict[str, Collective] = {
     "reduce_scatter": partial(fd.reduce_scatter, torch.ones(4)),
     "all_to_all": lambda group: _all_to_all(torch.ones(4), group=group),
 }
+"""A call of each collective, by name."""
 
 
 def _scatter(tensor: torch.Tensor, src: int = 0, dim: int = 0, *, group: Backend) -> torch.Tensor:
@@ -48,7 +49,7 @@ def _check_stays_failed(group: Backend, error: fd.DistributedError) -> None:
     """Assert that every later call repeats the group's failure, at once."""
     assert group.failure is not None, f"after {error!r} the group is as good as new"
     assert error_key(group.failure) == error_key(error), f"the group has {group.failure!r}, the call raised {error!r}"
-    for name, call in COLLECTIVES.items():
+    for name, call in SAMPLE_CALLS.items():
         again = error_of(type(error), partial(call, group=group), f"{name} on a group that has failed")
         assert error_key(again) == error_key(error), f"{name} on a failed group raised {again!r}, not {error!r}"
     pending = error_of(type(error), lambda: fd.async_allreduce(torch.ones(4), group=group).wait(0), "async_allreduce")
@@ -72,13 +73,13 @@ def _mismatch_check(name: str) -> CollectiveCheck:
         if world.world_size == 1:
             return
         odd = world.world_size - 1
-        for other in COLLECTIVES:
+        for other in SAMPLE_CALLS:
             if other == name or world.failure is not None:
                 continue
             group = duplicate_group(world)
             mine, theirs = (other, name) if world.rank == odd else (name, other)
             what = f"{mine} while others called {theirs}"
-            error = error_of(fd.CollectiveMismatchError, partial(COLLECTIVES[mine], group=group), what)
+            error = error_of(fd.CollectiveMismatchError, partial(SAMPLE_CALLS[mine], group=group), what)
             assert f"called {name}(" in error.message, f"{what}: {name} is not in {error.message!r}"
             assert f"called {other}(" in error.message, f"{what}: {other} is not in {error.message!r}"
             assert f"rank {odd} " in error.message, f"{what}: rank {odd} is not in {error.message!r}"
@@ -93,7 +94,7 @@ def _mismatch_check(name: str) -> CollectiveCheck:
     return check
 
 
-MISMATCH_CHECKS = tuple(map(_mismatch_check, COLLECTIVES))
+MISMATCH_CHECKS = tuple(map(_mismatch_check, SAMPLE_CALLS))
 
 
 def _coalesced(*counts: int, group: Backend) -> None:
@@ -241,12 +242,12 @@ def _late(world: Backend, late: tuple[int, ...], name: str) -> None:
     if world.rank in late:
         awaited = next(rank for rank in range(world.world_size) if rank != world.rank)
         what = f"rank {world.rank}, which stays away from {name}"
-        recv = partial(group.recv, bytearray(1), awaited, timeout=_DEADLINE_SECONDS + 10 * SLACK_SECONDS)
+        recv = partial(group.recv, bytearray(1), awaited, timeout=_DEADLINE_SECONDS + 10 * COLLECTIVE_SLACK_SECONDS)
         error = error_of(fd.DistributedTimeoutError, recv, what)
     else:
         error = error_of(fd.DistributedTimeoutError, partial(_LIMITED[name], group), f"{name} without {late}")
     elapsed = watch.elapsed()
-    in_time = elapsed <= _DEADLINE_SECONDS + SLACK_SECONDS
+    in_time = elapsed <= _DEADLINE_SECONDS + COLLECTIVE_SLACK_SECONDS
     assert in_time, f"rank {world.rank} raised the error of {late} after {elapsed:.2f} s"
     assert error.ranks == late, f"{late} stayed away from {name}, rank {world.rank} names {error.ranks}: {error}"
     assert name.removeprefix("async_") in error.message, f"{name} is not in {error.message!r}"

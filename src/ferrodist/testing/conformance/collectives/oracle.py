@@ -2,9 +2,6 @@
 
 Nothing here calls ferrodist's arithmetic. Floats of 8 and 16 bits are decoded and rounded by their definition, from the
 bits of all their values, so a conversion that torch does differently would be found too.
-
-A check is a function of one rank's group, which is also the default group; it runs on every rank of any number of
-ranks, threads or processes. So it shares nothing with other ranks but the group, and never relies on sleeping.
 """
 
 from __future__ import annotations
@@ -250,9 +247,9 @@ def check_into(out: torch.Tensor, result: object, expected: torch.Tensor, what: 
 
 # The sizes at which the reference implementation changes its algorithm. Other engines have other thresholds; checks on
 # both sides of these suit any.
-PAYLOAD_BYTES = 108
-ONE_STEP_BYTES = 64 * 1024
-SEGMENT_BYTES = 4 << 20
+PAYLOAD_BYTES = 108  # `MAX_PAYLOAD` of backends/signature.py
+ONE_STEP_BYTES = 64 * 1024  # as in collectives/engines/reference.py
+SEGMENT_BYTES = 4 << 20  # as in collectives/engines/reference.py
 
 
 def counts_around_thresholds(dtype: torch.dtype) -> list[int]:
@@ -261,7 +258,7 @@ def counts_around_thresholds(dtype: torch.dtype) -> list[int]:
     return [0, 1, 2, 3, *(edge + i for edge in edges for i in (-1, 0, 1))]
 
 
-SLACK_SECONDS = 1.5
+COLLECTIVE_SLACK_SECONDS = 1.5
 """Seconds past its deadline at which a call may return, on a busy machine with more ranks than cores."""
 
 

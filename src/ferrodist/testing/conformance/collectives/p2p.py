@@ -10,8 +10,8 @@ import torch
 
 import ferrodist as fd
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.testing.conformance.backend.harness import error_of
-from ferrodist.testing.conformance.collectives.oracle import SLACK_SECONDS, check_bits, elements
+from ferrodist.testing.conformance.collectives.oracle import COLLECTIVE_SLACK_SECONDS, check_bits, elements
+from ferrodist.testing.conformance.harness import error_of
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
@@ -198,7 +198,7 @@ def late_messages(group: Backend) -> None:
             if rank == 0:
                 fd.send(torch.ones(count), last)
     error_of(fd.DistributedTimeoutError, lambda: fd.recv(None, None, fd.ANY_SOURCE, timeout=0), "a recv of nothing")
-    fd.barrier(timeout=group.timeout + SLACK_SECONDS)
+    fd.barrier(timeout=group.timeout + COLLECTIVE_SLACK_SECONDS)
 
 
 @dataclass

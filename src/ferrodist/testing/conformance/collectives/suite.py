@@ -1,10 +1,13 @@
-"""The conformance suite of collectives: every promise of any backend and engine, as a check for its author.
+"""The conformance suite of collectives: the contract of backends and engines as runnable checks, for implementers.
 
 ::
 
     @pytest.mark.parametrize("check", COLLECTIVE_CHECKS, ids=lambda check: check.__name__)
     def test_my_collectives(check):
         run_ranks(check, 3, backend=MyBackend.create_group)
+
+A check is a function of one rank's group, which is also the default group; it runs on every rank of any number of
+ranks, threads or processes. So it shares nothing with other ranks but the group, and never relies on sleeping.
 
 Results are compared bit for bit with an oracle that shares no arithmetic with ferrodist: `oracle`.
 """
@@ -14,8 +17,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ferrodist.testing.conformance.backend.harness import public_functions, run_checks
-from ferrodist.testing.conformance.collectives import arguments, calling, data_movement, failures, p2p, reductions
+from ferrodist.testing.conformance.collectives import arguments, call_forms, data_movement, failures, p2p, reductions
+from ferrodist.testing.conformance.harness import public_functions, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
 
 COLLECTIVE_CHECKS: tuple[CollectiveCheck, ...] = (
-    *(*public_functions(reductions), *public_functions(data_movement), *public_functions(calling)),
+    *(*public_functions(reductions), *public_functions(data_movement), *public_functions(call_forms)),
     *(*public_functions(p2p), *public_functions(arguments)),
     *(*failures.MISMATCH_CHECKS, *public_functions(failures)),
 )

@@ -10,7 +10,6 @@ import torch
 
 import ferrodist as fd
 from ferrodist.backends.subgroup import SubBackend
-from ferrodist.testing.conformance.backend.harness import error_of
 from ferrodist.testing.conformance.collectives.oracle import (
     ONE_STEP_BYTES,
     check_bits,
@@ -23,6 +22,7 @@ from ferrodist.testing.conformance.collectives.oracle import (
     rank_inputs,
     raw_bytes,
 )
+from ferrodist.testing.conformance.harness import error_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

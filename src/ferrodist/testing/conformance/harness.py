@@ -1,7 +1,8 @@
-"""The harness of the checks: how a suite runs its checks, how a check runs on the ranks of a backend, its assertions.
+"""The harness of the three suites: running checks, running a check on the ranks of a backend, and assertions.
 
-A check runs a small program on every rank of a fresh group. Ranks may be threads or forked processes, so programs share
-nothing but the group and the events and counters that are created before the run, and no check relies on sleeping.
+A check of a backend runs a small program on every rank of a fresh group. Ranks may be threads or forked processes, so
+programs share nothing but the group and what is created in shared memory before the run: events, semaphores, floats. No
+check relies on sleeping.
 """
 
 from __future__ import annotations
@@ -64,9 +65,13 @@ def rank_check(
 ) -> Callable[[Callable[..., None]], BackendCheck]:
     """Decorate a program of a rank as a check: it runs on every rank of a group, of a fresh one for each case.
 
-    The program takes the group; an object from each of the functions ``shared``, one for all ranks; and the values of a
-    case, of which ``cases`` makes those for a world size. The check takes a factory or a runner, and a world size,
-    which is raised to ``min_ranks``.
+    The program takes the group, the shared objects and the values of a case. The check takes a factory or a runner, and
+    a world size.
+
+    Args:
+        shared: Functions that make an object each, which all ranks of a group share.
+        min_ranks: The smallest world size; a smaller one is raised to it.
+        cases: ``cases(world_size)`` returns the values of each case. None is one case without values.
     """
 
     def decorate(program: Callable[..., None]) -> BackendCheck:
@@ -108,18 +113,18 @@ def run_checks(suite: str, checks: Iterable[tuple[str, Callable[..., object], Ca
         raise AssertionError(f"{suite}: {len(failures)} of {num_checks} checks failed\n{listed}") from failures[0][1]
 
 
-def make_signal() -> Event:
+def make_event() -> Event:
     """An event that one rank sets and others wait for, be they threads or processes forked later."""
     return multiprocessing.get_context("fork").Event()
 
 
-def make_counter() -> Semaphore:
+def make_semaphore() -> Semaphore:
     """A semaphore that starts at 0, for threads or processes forked later."""
     return multiprocessing.get_context("fork").Semaphore(0)
 
 
-def make_number() -> Synchronized[float]:
-    """A number that starts at 0, for threads or processes forked later."""
+def make_shared_float() -> Synchronized[float]:
+    """A float in shared memory that starts at 0, for threads or processes forked later."""
     return multiprocessing.get_context("fork").Value("d", 0.0)
 
 
@@ -191,14 +196,14 @@ def error_key(error: DistributedError) -> tuple[str, str, tuple[int, ...]]:
 
 
 @contextmanager
-def check_deadline(timeout: float, what: str, *, extra: float = 0.0) -> Iterator[None]:
+def check_deadline(timeout: float, what: str) -> Iterator[None]:
     """Assert that the block takes at least ``timeout`` seconds and not much more."""
-    watch = Deadline(timeout)
+    clock = Deadline(timeout)
     yield
-    elapsed = watch.elapsed()
+    elapsed = clock.elapsed()
     slack = 0.01  # two clocks may be compared, with different resolutions
     assert elapsed >= timeout - slack, f"{what} with timeout={timeout:g} gave up after {elapsed:.3f} s"
-    limit = timeout + SLACK_SECONDS + extra
+    limit = timeout + SLACK_SECONDS
     assert elapsed <= limit, f"{what} with timeout={timeout:g} took {elapsed:.3f} s"
 
 
