@@ -169,10 +169,10 @@ def _all_gather(  # noqa: PLR0917 - the public signature
     concat = ConcatSpec(tensor, dim, sizes)
     target = prepare(out, concat.shape, tensor.dtype, tensor, dim=dim)
     backward = partial(reduce_scatter_with_sizes, sizes=sizes, dim=dim, group=chosen)
-    call = CollectiveOp(
+    op = CollectiveOp(
         kind=CollectiveKind.ALL_GATHER, source=source, out=target.flat, counts=concat.counts, dim=dim, timeout=limit
     )
-    return PreparedCall(op=call, group=chosen, engine=engine, finish=finish_with(target, tensor, out, backward))
+    return PreparedCall(op=op, group=chosen, engine=engine, finish=finish_with(target, tensor, out, backward))
 
 
 class ConcatSpec:

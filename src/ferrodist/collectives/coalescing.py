@@ -82,18 +82,18 @@ class _Block:
         self._collected: list[_Collected] = []
         self._has_ended = False
 
-    def collect(self, call: PreparedCall[object]) -> PendingCollective[object]:
-        name = call.op.operation
-        if call.group is not self._group:
+    def collect(self, prepared: PreparedCall[object]) -> PendingCollective[object]:
+        name = prepared.op.operation
+        if prepared.group is not self._group:
             raise RuntimeError(
-                f"{name} on group {call.group.name!r} inside coalesce() of group {self._group.name!r}:"
+                f"{name} on group {prepared.group.name!r} inside coalesce() of group {self._group.name!r}:"
                 " a block is for one group"
             )
         pending: ThreadCollective[object] = ThreadCollective(name, self._group.name)
         with self._lock:  # another thread, in a copy of the context, may call while the block ends
             self.check_open(name)
             pending.is_started = False
-            self._collected.append((call, pending))
+            self._collected.append((prepared, pending))
         return pending
 
     def check_open(self, name: str) -> None:
@@ -141,10 +141,10 @@ def _runs(collected: list[_Collected]) -> list[list[_Collected]]:
     return runs
 
 
-def _fusion_key(call: PreparedCall[object]) -> tuple[object, ...] | None:
+def _fusion_key(prepared: PreparedCall[object]) -> tuple[object, ...] | None:
     """A key that is equal for calls that can be fused; None for other calls."""
-    op = call.op
-    if call.run is not None or op.kind not in (CollectiveKind.ALLREDUCE, CollectiveKind.BROADCAST):
+    op = prepared.op
+    if prepared.run is not None or op.kind not in (CollectiveKind.ALLREDUCE, CollectiveKind.BROADCAST):
         return None
     if isinstance(
         op.reduction, PremultipliedSum
@@ -155,8 +155,8 @@ def _fusion_key(call: PreparedCall[object]) -> tuple[object, ...] | None:
 
 def _comparison(runs: list[list[_Collected]], group: Backend) -> PreparedCall[None]:
     """The first call of a block, which compares the blocks: ranks with different ones would mix up elements."""
-    text = ", ".join("+".join(_describe(call) for call, _ in members) for members in runs)
-    timeout = min(call.op.timeout for members in runs for call, _ in members)
+    text = ", ".join("+".join(_describe(prepared) for prepared, _ in members) for members in runs)
+    timeout = min(prepared.op.timeout for members in runs for prepared, _ in members)
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     payload = digest + text.encode()[: MAX_PAYLOAD - len(digest)]
     engine = host_engine_of(group)
@@ -180,18 +180,18 @@ def _comparison(runs: list[list[_Collected]], group: Backend) -> PreparedCall[No
     return PreparedCall(op=op, group=group, engine=engine, run=run, finish=lambda: None)
 
 
-def _describe(call: PreparedCall[object]) -> str:
-    op = call.op
-    count = "" if _fusion_key(call) is None else f"[{op.tensor.numel()}]"
+def _describe(prepared: PreparedCall[object]) -> str:
+    op = prepared.op
+    count = "" if _fusion_key(prepared) is None else f"[{op.tensor.numel()}]"
     device = "" if op.device is None or op.device.type == "cpu" else f" on {op.device.type}"
     return f"{op.operation}{count}{device}"
 
 
 def _fused(members: list[_Collected]) -> PreparedCall[None]:
     """One call that does the work of ``members`` and ends their handles."""
-    calls = [call for call, _ in members]
+    calls = [prepared for prepared, _ in members]
     first = calls[0]
-    ops = [call.op for call in calls]
+    ops = [prepared.op for prepared in calls]
     timeout = min(op.timeout for op in ops)
     enqueues = getattr(first.engine, "enqueue", False)
     pieces: list[torch.Tensor] = []
@@ -212,8 +212,8 @@ def _fused(members: list[_Collected]) -> PreparedCall[None]:
             if not isinstance(error, DistributedError):  # such as no memory: other ranks would wait for this one
                 first.group.abort(left_reason(first.group.rank, f"a coalesced {first.op.operation}", error))
             raise
-        for call, pending in members:
-            pending.succeed(call.finish)
+        for prepared, pending in members:
+            pending.succeed(prepared.finish)
 
     def copy_pieces() -> None:
         for op, piece in zip(ops, pieces, strict=False):  # no pieces if there is one call

@@ -121,7 +121,7 @@ def gather_with_sizes(
         whole = grad if is_root else None
         return scatter_with_sizes(whole, fresh, sizes, dst, dim=dim, group=group, timeout=group.timeout)
 
-    call = CollectiveOp(
+    op = CollectiveOp(
         kind=CollectiveKind.GATHER,
         source=source,
         out=target.flat if is_root else None,
@@ -130,7 +130,7 @@ def gather_with_sizes(
         timeout=timeout,
     )
     finish = finish_with(target, part, out, backward, once=True)
-    return execute(PreparedCall(op=call, group=group, engine=engine, finish=finish))
+    return execute(PreparedCall(op=op, group=group, engine=engine, finish=finish))
 
 
 @profiled
@@ -271,8 +271,8 @@ def scatter_with_sizes(
         joined = gather_with_sizes(grad, sizes, src, dim=dim, group=group, timeout=group.timeout)
         return joined if is_root else torch.zeros_like(whole)
 
-    call = CollectiveOp(
+    op = CollectiveOp(
         kind=CollectiveKind.SCATTER, source=source, out=target.flat, counts=counts, root=src, timeout=timeout
     )
     finish = finish_with(target, whole, None, backward, once=True)
-    return execute(PreparedCall(op=call, group=group, engine=engine, finish=finish))
+    return execute(PreparedCall(op=op, group=group, engine=engine, finish=finish))

@@ -286,7 +286,7 @@ class PreparedCall(msgspec.Struct, Generic[T_co], frozen=True, kw_only=True, eq=
 class CoalescingContext(Protocol):
     """Collects calls inside a `coalesce` block, in place of the queue."""
 
-    def collect(self, call: PreparedCall[object]) -> PendingCollective[object]:
+    def collect(self, prepared: PreparedCall[object]) -> PendingCollective[object]:
         """Collect a call and return its handle."""
 
     def check_open(self, name: str) -> None:
@@ -308,51 +308,51 @@ def refuse_in_coalesce(name: str) -> None:
         )
 
 
-def run_at(call: PreparedCall[object], sequence: int) -> None:
+def run_at(prepared: PreparedCall[object], sequence: int) -> None:
     """Run a call at a position among the group's collectives."""
-    op = call.op
-    if call.run is not None:
-        call.run(sequence)
+    op = prepared.op
+    if prepared.run is not None:
+        prepared.run(sequence)
         return
     if op.kind is CollectiveKind.BROADCAST and op.source.data_ptr() != op.out.data_ptr():
         op.out.copy_(op.source)
-    call.engine.run(op, sequence)
+    prepared.engine.run(op, sequence)
 
 
-def _run(call: PreparedCall[object], sequence: int) -> None:
+def _run(prepared: PreparedCall[object], sequence: int) -> None:
     """Run a call in inference mode: inference tensors can only be written to there, other tensors everywhere."""
     try:
         with torch.inference_mode():
-            run_at(call, sequence)
+            run_at(prepared, sequence)
     except DistributedError:
         raise
     except BaseException as error:
-        call.group.abort(left_reason(call.group.rank, call.op.operation, error))
+        prepared.group.abort(left_reason(prepared.group.rank, prepared.op.operation, error))
         raise
 
 
-def execute(call: PreparedCall[T]) -> T:
+def execute(prepared: PreparedCall[T]) -> T:
     """Run a call in the calling thread; calls that were submitted before may still be running."""
-    refuse_in_coalesce(call.op.operation)
-    _run(call, call.engine.reserve())
-    return call.finish()
+    refuse_in_coalesce(prepared.op.operation)
+    _run(prepared, prepared.engine.reserve())
+    return prepared.finish()
 
 
-def submit(call: PreparedCall[T]) -> PendingCollective[T]:
+def submit(prepared: PreparedCall[T]) -> PendingCollective[T]:
     """Start a call: its position among the group's collectives is reserved now."""
     block = collector.get()
     if block is not None:
-        return block.collect(call)  # type: ignore[return-value]
-    engine = call.engine
+        return block.collect(prepared)  # type: ignore[return-value]
+    engine = prepared.engine
     if getattr(engine, "enqueue", False):
-        return _enqueue(call, cast("StreamEngine", engine))
-    pending: ThreadCollective[T] = ThreadCollective(call.op.operation, call.group.name)
-    if call.group.failure is not None:
-        _run_job(call, pending, None, engine.reserve())  # it fails, and so do the calls that were fused into it
+        return _enqueue(prepared, cast("StreamEngine", engine))
+    pending: ThreadCollective[T] = ThreadCollective(prepared.op.operation, prepared.group.name)
+    if prepared.group.failure is not None:
+        _run_job(prepared, pending, None, engine.reserve())  # it fails, and so do the calls that were fused into it
         return pending
-    device = call.op.device
+    device = prepared.op.device
     handoff = None if device is None or device.type == "cpu" else StreamHandoff(streams_of(device))
-    OperationQueue.of(call.group).submit(engine.reserve, partial(_run_job, call, pending, handoff))
+    OperationQueue.of(prepared.group).submit(engine.reserve, partial(_run_job, prepared, pending, handoff))
     return pending
 
 
@@ -365,24 +365,26 @@ def wait_for_started(group: Backend) -> None:
     engine.await_turn(engine.reserve())
 
 
-def _run_job(call: PreparedCall[T], pending: ThreadCollective[T], handoff: StreamHandoff | None, sequence: int) -> None:
+def _run_job(
+    prepared: PreparedCall[T], pending: ThreadCollective[T], handoff: StreamHandoff | None, sequence: int
+) -> None:
     """Run a call and set its outcome in ``pending``; does not raise."""
     try:
         with contextlib.nullcontext() if handoff is None else handoff.running():
-            cast("HostEngine", call.engine).await_turn(sequence)
-            _run(call, sequence)
+            cast("HostEngine", prepared.engine).await_turn(sequence)
+            _run(prepared, sequence)
     except BaseException as error:  # noqa: BLE001 - wait() raises it
         pending.fail(error)
     else:
-        pending.succeed(call.finish, order=None if handoff is None else handoff.wait_on_stream)
+        pending.succeed(prepared.finish, order=None if handoff is None else handoff.wait_on_stream)
 
 
-def _enqueue(call: PreparedCall[T], engine: StreamEngine) -> PendingCollective[T]:
+def _enqueue(prepared: PreparedCall[T], engine: StreamEngine) -> PendingCollective[T]:
     """Put a call on a stream in the calling thread, which does not block."""
-    pending: StreamCollective[T] = StreamCollective(call.op.operation, call.group.name)
+    pending: StreamCollective[T] = StreamCollective(prepared.op.operation, prepared.group.name)
     engine.begin_async()
     try:
-        _run(call, engine.reserve())
+        _run(prepared, engine.reserve())
     except Exception as error:  # noqa: BLE001 - wait() raises it
         engine.end_async()
         pending.fail(error)
@@ -390,5 +392,5 @@ def _enqueue(call: PreparedCall[T], engine: StreamEngine) -> PendingCollective[T
         engine.end_async()
         raise
     else:
-        pending.succeed(engine.end_async(), call.finish)
+        pending.succeed(engine.end_async(), prepared.finish)
     return pending

@@ -2,11 +2,12 @@
 
 ::
 
-    ddp/                data parallelism                        module_guard.py     a wrapper's view of its module
-    fsdp/               fully sharded data parallelism          module_init.py      ranks' modules compared, and made
-    tensor_parallel/    layers sharded over ranks               wrapped_names.py    parameter names without wrappers
-    pipeline/           stages on ranks, and microbatches       local_sgd.py        averages once in several steps
-    sync_batch_norm.py  statistics over all ranks' batches
+    ddp/                data parallelism                     module_guard.py         changes of wrapped modules
+    fsdp/               fully sharded data parallelism       module_init.py          ranks' modules compared, and made
+    tensor_parallel/    layers sharded over ranks            transparent_wrapper.py  parameter names without wrappers
+    pipeline/           stages on ranks, and microbatches    backward_hooks.py       hooks where a backward begins
+    sync_batch_norm.py  statistics over all ranks' batches   parameter_claims.py     one wrapper for each parameter
+    local_sgd.py        averages once in several steps
 """
 
 __all__ = ["ddp", "fsdp", "pipeline", "tensor_parallel"]

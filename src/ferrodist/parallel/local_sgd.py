@@ -55,7 +55,7 @@ class FlatAverager:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Set `tensors` to the means of the parameters' present values; every rank calls."""
+        """Set `tensors` to the means of the parameters' present values; every rank calls this."""
         for name, parameter in self.parameters.items():
             self.tensors[name].copy_(parameter)
         for index, flat in enumerate(self._flats):

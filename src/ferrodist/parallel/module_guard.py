@@ -1,114 +1,19 @@
-"""Wrappers' view of a module: the backward under way, hooks on outputs, owners of parameters, and `ModuleGuard`.
-
-DDP, FSDP, LocalSGD and tensor parallelism share these. `current_backward_id` and `hook_gradients` find where a backward
-begins, `claim_parameters` marks parameters that a wrapper has changed for good, and `ModuleGuard` notices a module that
-is changed after it was wrapped.
-"""
+"""`ModuleGuard`, which notices a module that is changed after DDP, FSDP or LocalSGD wrapped it."""
 
 from __future__ import annotations
 
 import operator
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.weak import WeakIdKeyDictionary
-
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.torch_private.autograd import base_of, current_graph_task, version_of
+from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modules import own_modules, own_parameters
 
 if TYPE_CHECKING:
-    from ferrodist.backends.base import Backend
+    from collections.abc import Mapping
 
-
-def current_backward_id() -> int:
-    """Autograd's id of the backward that this thread runs, or -1."""
-    return int(current_graph_task())
-
-
-def find_outputs(result: object) -> list[torch.Tensor]:
-    """The tensors that require grad in a module's result; see `find_tensors`."""
-    return [tensor for tensor in find_tensors(result) if tensor.requires_grad]
-
-
-def find_tensors(result: object, ancestors: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
-    """The tensors in a module's result: in containers, dataclasses and attributes of objects, at any depth."""
-    children: Iterable[object]
-    if isinstance(result, torch.Tensor):
-        yield result
-        return
-    if isinstance(result, Mapping):
-        children = result.values()
-    elif isinstance(result, (tuple, list, set, frozenset)):
-        children = result
-    elif is_dataclass(result) and not isinstance(result, type):
-        children = [getattr(result, field.name, None) for field in fields(result)]
-    elif hasattr(result, "__dict__") and not isinstance(result, (type, torch.nn.Module)):
-        children = [child for child in vars(result).values() if isinstance(child, (torch.Tensor, Mapping, tuple, list))]
-    else:
-        return
-    if id(result) in ancestors:  # it contains itself
-        return
-    for child in children:
-        yield from find_tensors(child, ancestors | {id(result)})
-
-
-def hook_gradients(outputs: Sequence[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> None:
-    """Call ``hook`` when a gradient reaches one of a forward's outputs.
-
-    The base of a view is hooked too: an in-place operation gives the view another history, without the hook. Leaves
-    are hooked only where there is nothing else: they outlive the forward and would accumulate hooks.
-    """
-    bases = [base for tensor in outputs if (base := base_of(tensor)) is not None]
-    found = [*outputs, *(base for base in bases if base.requires_grad)]
-    for tensor in [tensor for tensor in found if not tensor.is_leaf] or found:
-        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def weak_method(owner: object, method: Callable[..., None], *bound: object) -> Callable[..., None]:
-    """Bind a method, and first arguments, without holding its object: for hooks that the object itself holds."""
-    reference = weakref.ref(owner)
-
-    def call(*arguments: object) -> None:
-        alive = reference()
-        if alive is not None:
-            method(alive, *bound, *arguments)
-
-    return call
-
-
-def check_dense(
-    names: Sequence[str], parameters: Sequence[torch.nn.Parameter], group: Backend, *, wrapper: str
-) -> None:
-    """Raise for a gradient that is not dense."""
-    for name, parameter in zip(names, parameters, strict=True):
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-            raise UnsupportedOpError(
-                f"the gradient of {name!r} on rank {group.rank} of group {group.name!r} has layout"
-                f" {parameter.grad.layout}: {wrapper} averages dense gradients, as of an embedding with sparse=False",
-                ranks=(group.rank,),
-            )
-
-
-_claims = WeakIdKeyDictionary()
-
-
-def claim_parameters(parameters: Iterable[torch.Tensor], owner: str) -> None:
-    """Mark parameters as an owner's for as long as they live, which may be longer than the owner does."""
-    for parameter in parameters:
-        _claims[parameter] = owner
-
-
-def describe_claim(parameters: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """The claim on the first of these named parameters that has one, as a clause for messages, or None."""
-    for name, parameter in parameters:
-        if parameter in _claims:
-            return f"parameter {name!r} belongs to {_claims[parameter]}"
-    return None
+    import torch
 
 
 class ModuleGuard:

@@ -22,19 +22,9 @@ from ferrodist.rendezvous.auth import Hello, check_hello
 from ferrodist.rendezvous.environment import Environment, read_environment
 from ferrodist.rendezvous.file_store import FileStore
 from ferrodist.rendezvous.listener import parse_address
-from ferrodist.rendezvous.roll_call import (
-    ROUND_NAME_KEY,
-    ROUND_OVER_KEY,
-    JoinRequest,
-    Membership,
-    await_all,
-    claim_rank,
-    count_departure,
-    left_stores,
-    note_rejection,
-    publish_failure,
-    wait_for_next_round,
-)
+from ferrodist.rendezvous.membership import JoinRequest, Membership
+from ferrodist.rendezvous.roll_call import await_all, claim_rank, count_departure, note_rejection, publish_failure
+from ferrodist.rendezvous.rounds import ROUND_NAME_KEY, ROUND_OVER_KEY, left_stores, wait_for_next_round
 from ferrodist.rendezvous.secret import resolve_secret
 from ferrodist.rendezvous.shared_store import LINGER_SECONDS, join_through_store
 from ferrodist.rendezvous.sockets import format_address
@@ -297,7 +287,7 @@ def _leave(name: bytes, close: Callable[[], None]) -> None:
 
 
 def _connect_to_this_round(address: str, request: JoinRequest, where: str) -> tuple[TcpStore, bytes]:
-    """Connect to a store that this process has not left, and return its name; see [Note: rounds] in `roll_call.py`."""
+    """Connect to a store that this process has not left, and return its name; see [Note: rounds] in `rounds.py`."""
     while True:
         client = _connect(address, request)
         try:

@@ -4,36 +4,28 @@ Each rank claims its number, then counts itself. The count alone decides: the ra
 verdict "complete"; a rank whose deadline passes first publishes a failure instead, unless the count is complete. The
 claims only name missing ranks. The verdict is written once, by compare-and-set, so all ranks end with the same one
 whatever the order of their deadlines, even if rank 0 is dead.
-
-[Note: rounds]
-Ranks that meet and leave may meet again at the same address or file. A rank that has left is often faster than the
-others, and finds the store of the previous round at the address, which rank 0 still serves, or the file, which the last
-rank to leave will remove. Each store has a random name. A rank that finds the name of a store that it has left waits
-for the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import secrets
 import socket
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from ferrodist.deadline import Deadline, Elapsed, long_wait
+from ferrodist.deadline import Elapsed, long_wait
 from ferrodist.errors import DistributedError, DistributedTimeoutError, RendezvousError, error_to_wire, ranks_text
 from ferrodist.rendezvous.auth import JOIN_REPLY_DECODER, JoinReply
 from ferrodist.rendezvous.store import PrefixStore, Store, is_server_silent
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from ferrodist.rendezvous.membership import JoinRequest
 
 
 _log = logging.getLogger(__name__)
@@ -205,85 +197,3 @@ def _get_if_present(store: Store, key: str) -> bytes:
         if is_server_silent(error):
             raise
         return b""
-
-
-ROUND_NAME_KEY = "ferrodist/round"  # the key of the random name of a store that rank 0 serves
-ROUND_OVER_KEY = "ferrodist/round over"  # set when the store is about to close, for ranks that wait for the next round
-_ROUND_POLL_SECONDS = 0.02
-
-left_stores: set[bytes] = set()  # the names of the stores that this process met in, and has left; see [Note: rounds]
-
-
-def wait_for_next_round(what: str, deadline: Deadline) -> None:
-    """Wait briefly for the next round; DistributedTimeoutError after the deadline."""
-    if deadline.expired:
-        raise DistributedTimeoutError(
-            f"{what} is still that of the last round, which this process has left, after {deadline.elapsed():.1f} s"
-            f" (limit {deadline.timeout:.1f} s): the other ranks must leave, too, before all meet again"
-        )
-    time.sleep(min(_ROUND_POLL_SECONDS, deadline.remaining()))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """One rank's membership of a job: from `rendezvous` after all ranks have met, from `enter_job` before.
-
-    Args:
-        rank: This process's rank.
-        world_size: The number of ranks.
-        local_rank: The rank on its host, if the launcher set it.
-        job: The name of the job.
-        secret: The job secret; may be empty if all ranks share a host.
-        store: The job's store; other jobs in the same store do not see its keys.
-        host: The address to which this rank's own listeners should bind, so that the other ranks can reach them.
-        on_close: The implementation of `close`, set by the rendezvous.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int | None
-    job: str
-    secret: bytes = dataclasses.field(repr=False)
-    store: Store
-    host: str
-    on_close: Callable[[], None] = dataclasses.field(repr=False)
-
-    def close(self) -> None:
-        """Release the store.
-
-        Rank 0 of a TCP rendezvous continues to serve for up to 2 s, or until the other ranks have closed theirs;
-        afterwards their calls raise. The last rank to close removes the file of a file rendezvous. An existing store
-        stays unchanged. Rank 0 of an entered job stops serving at once. Further calls do nothing.
-        """
-        self.on_close()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class JoinRequest:
-    """A rank's request to join a job."""
-
-    rank: int
-    world_size: int
-    local_rank: int | None
-    job: str
-    secret: bytes = dataclasses.field(repr=False)
-    deadline: Deadline
-
-    def member(self, store: Store, host: str, on_close: Callable[[], None], secret: bytes) -> Membership:
-        """Return the rank's membership."""
-        process = os.getpid()
-
-        def close() -> None:
-            if os.getpid() == process:  # a forked child is no rank
-                on_close()
-
-        return Membership(
-            rank=self.rank,
-            world_size=self.world_size,
-            local_rank=self.local_rank,
-            job=self.job,
-            secret=secret,
-            store=PrefixStore(store, f"job/{self.job}"),
-            host=host,
-            on_close=close,
-        )

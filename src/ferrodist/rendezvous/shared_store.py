@@ -20,17 +20,14 @@ from ferrodist.errors import (
 )
 from ferrodist.rendezvous.environment import read_environment
 from ferrodist.rendezvous.roll_call import (
-    JoinRequest,
-    Membership,
     await_all,
     claim_rank,
-    left_stores,
     list_claims,
     network_id,
     note_rejection,
     publish_failure,
-    wait_for_next_round,
 )
+from ferrodist.rendezvous.rounds import left_stores, wait_for_next_round
 from ferrodist.rendezvous.secret import make_secret, user_secret
 from ferrodist.rendezvous.sockets import resolve
 
@@ -38,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.deadline import Deadline
+    from ferrodist.rendezvous.membership import JoinRequest, Membership
     from ferrodist.rendezvous.store import Store
 
 LINGER_SECONDS = 2.0  # seconds that a leaving rank gives the store

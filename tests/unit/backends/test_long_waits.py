@@ -16,7 +16,8 @@ from ferrodist.collectives.host_p2p import receive_into, wait_for
 from ferrodist.collectives.tensor_protocol import TensorHeader, payload_ids, start_payload
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import MemoryStore
-from ferrodist.rendezvous.roll_call import JoinRequest, await_all, claim_rank, note_rejection
+from ferrodist.rendezvous.membership import JoinRequest
+from ferrodist.rendezvous.roll_call import await_all, claim_rank, note_rejection
 from ferrodist.testing import run_ranks
 
 _PATIENCE = 60.0

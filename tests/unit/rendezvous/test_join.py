@@ -23,7 +23,8 @@ from ferrodist.errors import (
 )
 from ferrodist.rendezvous import FileStore, MemoryStore, auth, rendezvous, rendezvous_in, roll_call
 from ferrodist.rendezvous import shared_store as meeting_module
-from ferrodist.rendezvous.roll_call import JoinRequest, claim_rank, count_departure
+from ferrodist.rendezvous.membership import JoinRequest
+from ferrodist.rendezvous.roll_call import claim_rank, count_departure
 
 LIMIT = 0.6
 

@@ -116,17 +116,7 @@ class MpiBackend(FramedBackend):
         self._gone: set[int] = set()  # ranks that have left the world, or died
         self._announced_leaving = False
         self._detects_deaths = runtime.call_safely(mpi, self._message_communicator.Get_failed) is not None
-        self._handlers: dict[FrameType, Callable[[int, Frame, memoryview], None]] = {
-            FrameType.EAGER: self._on_eager,
-            FrameType.OFFER: self._on_offer,
-            FrameType.GRANT: self._on_grant,
-            FrameType.DATA: self._on_data,
-            FrameType.WITHDRAW: self._on_withdraw,
-            FrameType.ABORT: self._on_abort,
-            FrameType.LEFT: self._on_left,
-            FrameType.PING: lambda source, *_: self._push_frame(FrameType.PONG, source, self.verifier.num_entered),
-            FrameType.PONG: self._on_pong,
-        }
+        self._handlers = self._make_handlers()
         self.data_plane: MpiDataPlane = MpiDataPlane(
             mpi, collective_communicator, self._cannot_complete, self._abort_for, self._grace_seconds
         )
@@ -145,6 +135,19 @@ class MpiBackend(FramedBackend):
         runtime.register(self)
         track(self)
         self._progress.start()
+
+    def _make_handlers(self) -> dict[FrameType, Callable[[int, Frame, memoryview], None]]:
+        return {
+            FrameType.EAGER: self._on_eager,
+            FrameType.OFFER: self._on_offer,
+            FrameType.GRANT: self._on_grant,
+            FrameType.DATA: self._on_data,
+            FrameType.WITHDRAW: self._on_withdraw,
+            FrameType.ABORT: self._on_abort,
+            FrameType.LEFT: self._on_left,
+            FrameType.PING: lambda source, *_: self._push_frame(FrameType.PONG, source, self.verifier.num_entered),
+            FrameType.PONG: self._on_pong,
+        }
 
     @classmethod
     def from_job(cls, rank: int | None, world_size: int | None, timeout: float, deadline: Deadline) -> MpiBackend:

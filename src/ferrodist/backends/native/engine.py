@@ -48,7 +48,7 @@ class NativeEngine:
         self._has_begun = False
         self.num_ranks = group.world_size
         self.group_name = group.name
-        self._final_action: Callable[[Any], object] | None = None
+        self._action_when_open: Callable[[Any], object] | None = None
         self.failure_type: type[Exception] = load().Failure
 
     @property
@@ -74,8 +74,8 @@ class NativeEngine:
         )
         with self._reserving:
             self._communicator = communicator
-            if self._final_action is not None:
-                self._final_action(communicator)
+            if self._action_when_open is not None:
+                self._action_when_open(communicator)
         try:
             communicator.handshake(deadline.remaining())
         except BaseException as failure:
@@ -94,18 +94,18 @@ class NativeEngine:
         """Return whether ranks are opening the communicator, for which they need the group's messages."""
         return self._has_begun and self.compiled is None
 
-    def finish(self, action: Callable[[Any], object]) -> None:
-        """Call ``action`` with the communicator, now or once it is open."""
+    def _when_open(self, action: Callable[[Any], object]) -> None:
+        """Call ``action`` with the communicator, now or once it is open; of several, the last one is called then."""
         with self._reserving:
             if self._communicator is not None:
                 action(self._communicator)
             else:
-                self._final_action = action
+                self._action_when_open = action
 
     def abort(self, error: DistributedError) -> None:
         """End the group on all ranks of this host."""
         record = abort_record(error)
-        self.finish(lambda communicator: communicator.abort(record))
+        self._when_open(lambda communicator: communicator.abort(record))
 
     def await_turn(self, sequence: int) -> None:
         """Return when all earlier collectives have ended, or the group has."""
@@ -116,12 +116,12 @@ class NativeEngine:
     def leave(self) -> None:
         """Leave the group: ranks that wait for this one get an error."""
         self._group.fast_path = None
-        self.finish(lambda communicator: communicator.leave())
+        self._when_open(lambda communicator: communicator.leave())
 
     def stop(self) -> None:
         """In a forked child: make the communicator unusable, without notice to other ranks."""
         self._reserving = threading.Lock()
-        self.finish(lambda communicator: communicator.stop())
+        self._when_open(lambda communicator: communicator.stop())
 
     def run(self, op: CollectiveOp, sequence: int) -> list[bytes] | None:
         """Run a collective."""

@@ -47,6 +47,12 @@ ProgressCallback = Callable[[int, int], None]
 ChooseDim = Callable[[str, tuple[int, ...]], int | None]
 """Returns the sharded dim for a tensor's key and shape; None leaves it whole."""
 
+DEFAULT_MEMORY_BYTES = 256 << 20
+_MIN_MEMORY_BYTES = 16 << 20
+_MAX_OPEN_FILES = 128
+_UPLOAD_BYTES = 32 << 20
+"""The memory that an open file in an object store may take."""
+
 ROW_BLOCK_BYTES = 16 << 20
 """The size of a block of rows; large enough to hide the latency of reads."""
 
@@ -88,13 +94,6 @@ class ProgressCounter:
         self._done += count
         if self._report is not None:
             self._report(self._done, self._total)
-
-
-DEFAULT_MEMORY_BYTES = 256 << 20
-_MIN_MEMORY_BYTES = 16 << 20
-_MAX_OPEN_FILES = 128
-_UPLOAD_BYTES = 32 << 20
-"""The memory that an open file in an object store may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

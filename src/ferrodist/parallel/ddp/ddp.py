@@ -20,14 +20,15 @@ from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.arguments import check_root
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, add_error_context
+from ferrodist.parallel.backward_hooks import current_backward_id, find_outputs, weak_method
 from ferrodist.parallel.ddp.autograd_hooks import find_unused_parameters
 from ferrodist.parallel.ddp.bucket import CommHook, model_title, register_model
 from ferrodist.parallel.ddp.config import Options
 from ferrodist.parallel.ddp.join import Event, Join
 from ferrodist.parallel.ddp.model_sync import broadcast_tensors, check_supported, verify_module
 from ferrodist.parallel.ddp.reducer import Reducer
-from ferrodist.parallel.module_guard import ModuleGuard, current_backward_id, find_outputs, weak_method
-from ferrodist.parallel.wrapped_names import TransparentWrapper, WrappedModule, strip_module_prefix
+from ferrodist.parallel.module_guard import ModuleGuard
+from ferrodist.parallel.transparent_wrapper import TransparentWrapper, WrappedModule, strip_module_prefix
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.compilers import disable_dynamo
 
@@ -48,8 +49,8 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
 
     Gradients are averaged by the time ``backward()`` returns, and errors between the ranks are raised by it. A
     parameter that has no gradient on any rank keeps None; one that has a gradient on some ranks only is an error on
-    all, unless ``find_unused_parameters``. Several backwards between two optimizer steps accumulate as without DDP, to
-    rounding; `no_sync` saves the messages of all but the last. Parameters that don't require grad are left out;
+    all, unless ``find_unused_parameters``. Several backward passes between two optimizer steps accumulate as without
+    DDP, to rounding; `no_sync` saves the messages of all but the last. Parameters that don't require grad are left out;
     requires_grad may change between two steps, on all ranks alike. Parameters can't be added or replaced.
 
     After an optimizer's ``zero_grad()`` the former gradient tensors are still DDP's memory, which the next backward
@@ -59,7 +60,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
     would use this rank's own gradients. That is an error on every rank, except where the step neither moves version
     counters (fused optimizers, ``parameter.data``) nor drops the gradient: then the ranks' models drift apart.
 
-    A group may have several models. Every rank makes them in the same order, and runs their backwards in the same
+    A group may have several models. Every rank makes them in the same order, and runs their backward passes in the same
     order, as often as the others: otherwise backward raises on every rank, and names the rank that was in another
     model. Models have no parameters in common: the DDP that was made last owns them, and an older one refuses to train.
 
@@ -128,7 +129,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
         self.register_load_state_dict_pre_hook(_insert_module_prefix)  # type: ignore[no-untyped-call]
 
     def _join_group(self, group: Backend) -> None:
-        """Become one of the group's models; every rank calls."""
+        """Become one of the group's models; every rank calls this."""
         deadline = Deadline(group.timeout)
         verify_module(self.module, self._options, group, deadline)
         tensors = [*self.module.parameters(), *self.module.buffers()]
@@ -273,7 +274,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
             group=self._group,
             title=self._title(),
             broadcast_buffers=partial(self._broadcast_buffers, "Before forward"),
-            shadow_round=lambda: self._refresh_reducer().reduce(is_idle=True),
+            reduce_without_batch=lambda: self._refresh_reducer().reduce(is_joined=True),
             broadcast_model=self.broadcast_parameters,
             divides_by_all=divide_by_initial_world_size,
             raises_early=throw_on_early_termination,
@@ -287,7 +288,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
             self._get_reducer().before_round = None
 
     def sync_gradients(self, *, timeout: float | None = None) -> None:
-        """Average the present gradients, bucket after bucket; every rank must call.
+        """Average the present gradients, bucket after bucket; every rank must call this.
 
         Needed with ``overlap_comm=False``, and for gradients that were not made by ``backward()``. Averaging gradients
         again that are equal on all ranks gives the same values, to rounding, and costs the messages.
@@ -308,7 +309,9 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
         self._refresh_reducer().reduce(limit)
 
     def broadcast_parameters(self, root: int = 0, *, timeout: float | None = None) -> None:
-        """Overwrite every rank's parameters and buffers, in place, with those of rank ``root``; every rank must call.
+        """Overwrite every rank's parameters and buffers, in place, with those of rank ``root``.
+
+        Every rank must call this.
 
         Args:
             root: The source rank.

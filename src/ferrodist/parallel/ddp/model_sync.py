@@ -14,7 +14,6 @@ from ferrodist.collectives.reduce import async_broadcast
 from ferrodist.collectives.reduce_op import ReduceOp, check_reduction
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.ddp.bucket import compute_bucket_assignment
-from ferrodist.parallel.module_guard import describe_claim
 from ferrodist.parallel.module_init import (
     describe,
     describe_tensors,
@@ -22,6 +21,7 @@ from ferrodist.parallel.module_init import (
     verify_across_ranks,
     write_obstacle,
 )
+from ferrodist.parallel.parameter_claims import describe_claim
 from ferrodist.tensor.dtensor import DTensor
 
 if TYPE_CHECKING:

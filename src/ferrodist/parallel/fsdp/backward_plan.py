@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from ferrodist.parallel.module_guard import current_backward_id
+from ferrodist.parallel.backward_hooks import current_backward_id
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

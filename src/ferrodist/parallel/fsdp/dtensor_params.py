@@ -90,7 +90,7 @@ def use_local_params(units: Sequence[UnitSpec]) -> Iterator[dict[str, DTensorSpe
                 specs[name] = spec
                 local = torch.nn.Parameter(local_tensor(parameter), requires_grad=parameter.requires_grad)
                 unit.parameters[name] = local
-                for module, attribute in unit.slots[name]:
+                for module, attribute in unit.registrations[name]:
                     before.append((module, attribute, parameter))
                     setattr(module, attribute, local)
         yield specs

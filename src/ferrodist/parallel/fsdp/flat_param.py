@@ -8,7 +8,7 @@ Rows are explained in [Note: flat units] in `flat_layout.py`.
 [Note: two parameters for one]
 The module's own `Parameter` objects live on as the local shards: their data becomes a part of this rank's flat shard,
 and optimizers that hold them stay right, also those made before. While a unit is gathered, the module has other
-`Parameter` objects in their slots, the *full* ones, which share one flat memory. Autograd may hold them, and views of
+`Parameter` objects in their place, the *full* ones, which share one flat memory. Autograd may hold them, and views of
 them, from forward to backward. So the full ones are made once and keep their storage. There are three kinds of it:
 - *copied*: it is emptied when the unit is freed, and filled again with the same values when it is gathered again.
   Filling uses a tensor with a version counter of its own, since nothing that autograd saved has changed;
@@ -36,10 +36,10 @@ from ferrodist.collectives.gather import scatter
 from ferrodist.collectives.reduce import async_allreduce, broadcast
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.parallel.backward_hooks import check_dense
 from ferrodist.parallel.fsdp.dtensor_params import local_tensor, same_placements, slice_local, wrap_local
 from ferrodist.parallel.fsdp.flat_memory import FlatMemory, alias_memory
 from ferrodist.parallel.fsdp.flat_shard import convert_to_shard, shard_groups_of
-from ferrodist.parallel.module_guard import check_dense
 from ferrodist.tensor.dtensor import keep_grad_placements
 from ferrodist.tensor.local_shards import FlatShard, annotate_flat_shard
 from ferrodist.torch_private.autograd import version_of
@@ -159,11 +159,11 @@ class FlatGradients:
 
 
 class FlatParameters:
-    """The parameters of a unit that have one dtype; see [Note: two parameters for one] and [Note: flat units].
+    """The parameters of a unit that have one dtype; see [Note: two parameters for one], and `flat_layout.py`.
 
-    ``parameters`` are the module's own, which become this rank's local shards; ``slots`` the (module, attribute) pairs
-    where each is registered; ``dtensor_specs`` are those of parameters that are local tensors of DTensors. ``memory``
-    is from `allocate_shards`, with zeros for the shard.
+    ``parameters`` are the module's own, which become this rank's local shards; ``registrations`` the (module,
+    attribute) pairs where each is registered; ``dtensor_specs`` are those of parameters that are local tensors of
+    DTensors. ``memory`` is from `allocate_shards`, with zeros for the shard.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class FlatParameters:
     ) -> None:
         self.names = tuple(names)
         self.parameters = [unit.parameters[name] for name in names]
-        self.slots = [unit.slots[name] for name in names]
+        self.registrations = [unit.registrations[name] for name in names]
         self.layout = layout
         self.dtensor_specs = tuple(map(dtensor_specs.get, names))
         self._axes = axes
@@ -253,7 +253,7 @@ class FlatParameters:
             self._gathering = None
 
     def install_full(self) -> None:
-        """Install the full parameters in the module's slots, with the shards' ``requires_grad``."""
+        """Install the full parameters in the module, with the shards' ``requires_grad``."""
         on_gradient = self.on_gradient  # hooks must not hold this object
         for index, (full, shard) in enumerate(zip(self.full_params, self.parameters, strict=True)):
             if full.requires_grad != shard.requires_grad:
@@ -409,8 +409,8 @@ class FlatParameters:
             self._full.untyped_storage().resize_(0)
 
     def _check_installed(self) -> None:
-        for name, parameter, slots in zip(self.names, self.parameters, self.slots, strict=True):
-            for module, attribute in slots:
+        for name, parameter, registrations in zip(self.names, self.parameters, self.registrations, strict=True):
+            for module, attribute in registrations:
                 if own_parameters(module).get(attribute) is not parameter:
                     raise UnsupportedOpError(
                         f"parameter {name!r} was replaced by another after FSDP was made of the module: to change"
@@ -431,9 +431,9 @@ class FlatParameters:
             )
 
     def install(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Install the full parameters or the shards in the module's slots."""
-        for parameter, slots in zip(parameters, self.slots, strict=True):
-            for module, attribute in slots:
+        """Install the full parameters or the shards in the module."""
+        for parameter, registrations in zip(parameters, self.registrations, strict=True):
+            for module, attribute in registrations:
                 if type(module).__setattr__ is torch.nn.Module.__setattr__:
                     own_parameters(module)[attribute] = parameter  # setattr takes ten times as long
                 else:  # recurrent layers have lists of their own

@@ -31,7 +31,7 @@ from ferrodist.parallel.fsdp.state_dict import ModelStateDict
 from ferrodist.parallel.fsdp.unit import UnitState
 from ferrodist.parallel.fsdp.wrap import find_units
 from ferrodist.parallel.module_guard import ModuleGuard
-from ferrodist.parallel.wrapped_names import TransparentWrapper, WrappedModule
+from ferrodist.parallel.transparent_wrapper import TransparentWrapper, WrappedModule
 from ferrodist.torch_private.compilers import outside_of_compiler
 from ferrodist.wording import counted
 
@@ -57,7 +57,8 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
     When ``backward()`` returns, each local shard has its share of the mean of all ranks' gradients. When each rank's
     loss is the mean over a batch of equal size, a step is that of one process with all ranks' batches joined. A
     parameter that has no gradient on this rank counts as zeros; one that has none on any rank keeps None. Gradients of
-    several backwards add up; inside `no_sync` they stay on the rank, unsharded, until a backward outside averages them.
+    several backward passes add up; inside `no_sync` they stay on the rank, unsharded, until a backward outside averages
+    them.
 
     torch's norms and totals of shards and of their gradients are those of the full tensors, so
     `torch.nn.utils.clip_grad_norm_` and ``GradScaler.step`` are right: every rank must call them, and each tensor costs
@@ -184,7 +185,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave the gradients of backwards inside the block on this rank; all ranks alike.
+        """Leave the gradients of backward passes inside the block on this rank; all ranks alike.
 
         The next backward outside, or `sync_gradients`, averages them with its own. Until then ranks hold them
         unsharded, and the optimizer's ``zero_grad()`` doesn't know them: `zero_grad` of the FSDP drops them.
@@ -196,7 +197,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
             self._scheduler.is_syncing = before
 
     def sync_gradients(self) -> None:
-        """Average the gradients that backwards inside `no_sync` left on the ranks; every rank must call.
+        """Average the gradients that backward passes inside `no_sync` left on the ranks; every rank must call this.
 
         Backwards outside of it have averaged theirs; when no rank has others, nothing is sent.
 
@@ -208,7 +209,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale all gradients so that the norm of the full model's is at most ``max_norm``; every rank must call.
+        """Scale all gradients so that the norm of the full model's is at most ``max_norm``; every rank must call this.
 
         Args:
             max_norm: The limit.
@@ -236,7 +237,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
     # Parameters.
 
     def prefetch_forward_params(self) -> None:
-        """Start gathering the first units of the next forward, as while a batch is loaded; every rank must call.
+        """Start gathering the first units of the next forward, as while a batch is loaded; every rank must call this.
 
         After ``optimizer.step()``, not before: forward gathers again any unit that has changed since.
         """
@@ -249,7 +250,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
 
     @torch.no_grad()
     def broadcast_updated_params(self) -> None:
-        """Broadcast the values of the first replica to all; every rank must call.
+        """Broadcast the values of the first replica to all; every rank must call this.
 
         Ranks that shard the only replica send nothing: forward gathers updated values. Replicas stay equal by
         themselves as long as their optimizers do the same.
@@ -325,7 +326,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
     # State dicts.
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """The module's state dict with full parameters, as in one process; every rank must call.
+        """The module's state dict with full parameters, as in one process; every rank must call this.
 
         Args:
             rank0_only: Other ranks of the group get an empty dict, and need the memory of one unit only.
@@ -334,7 +335,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         return self._model_state.full(rank0_only=rank0_only)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor] | None) -> None:
-        """Load parameters and buffers from a state dict with full parameters; every rank must call.
+        """Load parameters and buffers from a state dict with full parameters; every rank must call this.
 
         Args:
             state: The state dict, the same on all ranks; or on rank 0, and None on all others.
@@ -366,11 +367,11 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         self._model_state.load_sharded(state)
 
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """An optimizer's state with full tensors, by parameter names; every rank must call."""
+        """An optimizer's state with full tensors, by parameter names; every rank must call this."""
         return self._optimizer_state.full(optimizer)
 
     def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a result of `full_optimizer_state_dict`, for any number of ranks; every rank must call.
+        """Load a result of `full_optimizer_state_dict`, for any number of ranks; every rank must call this.
 
         Raises:
             ValueError: On every rank: the state has other parameters or shapes. Nothing was loaded.

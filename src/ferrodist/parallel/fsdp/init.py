@@ -18,7 +18,6 @@ from ferrodist.parallel.fsdp.flat_layout import FlatLayout, dim_order, layout_id
 from ferrodist.parallel.fsdp.flat_memory import allocate_shards
 from ferrodist.parallel.fsdp.flat_param import FlatParameters
 from ferrodist.parallel.fsdp.unit import Unit
-from ferrodist.parallel.module_guard import claim_parameters, describe_claim
 from ferrodist.parallel.module_init import (
     describe,
     describe_tensors,
@@ -28,6 +27,7 @@ from ferrodist.parallel.module_init import (
     verify_across_ranks,
     write_obstacle,
 )
+from ferrodist.parallel.parameter_claims import claim_parameters, describe_claim
 from ferrodist.tensor.dtensor import is_grad_placement_hook
 from ferrodist.tensor.placement import Partial
 from ferrodist.torch_private.autograd import backward_hooks, has_accumulate_hooks
@@ -215,14 +215,14 @@ def _make_layouts(
 
 def _materialise(spec: UnitSpec, init: Callable[[torch.nn.Module], object] | None, device: torch.device) -> None:
     """Allocate and initialise the unit's parameters and buffers that are on the meta device."""
-    owners = dict.fromkeys(module for slots in spec.slots.values() for module, _ in slots)
+    owners = dict.fromkeys(module for registrations in spec.registrations.values() for module, _ in registrations)
     for name, module in spec.module.named_modules():
         if module in owners or (has_meta_tensors(module) and not any(True for _ in module.parameters(recurse=False))):
             materialise(f"{spec.name}.{name}".strip("."), module, init, device)
-    for name, slots in spec.slots.items():
-        module, attribute = slots[0]
+    for name, registrations in spec.registrations.items():
+        module, attribute = registrations[0]
         real = own_parameters(module)[attribute]
         assert real is not None
         spec.parameters[name] = real
-        for other, other_attribute in slots[1:]:
+        for other, other_attribute in registrations[1:]:
             setattr(other, other_attribute, real)

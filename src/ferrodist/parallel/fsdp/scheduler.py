@@ -7,8 +7,9 @@ calls them. Hooks on the outputs call `pre_backward`, and those on the full para
 *Forward*: `pre_forward` gathers a unit, and starts gathering those that followed it in the last forward; `post_forward`
 frees it. Units that backward needs first stay: the outermost one, and those that ended last in the last forward, as
 many as backward gathers at a time. *Backward*: the first gradient of an output begins a run of the trace's plan (see
-[Note: plan]); a callback that the engine runs at the end, before ``backward()`` returns, executes the remaining steps
-and waits for the averages. Between the two nothing is under way, except gathers of `prefetch_forward`.
+[Note: plan] in `backward_plan.py`); a callback that the engine runs at the end, before ``backward()`` returns, executes
+the remaining steps and waits for the averages. Between the two nothing is under way, except gathers of
+`prefetch_forward`.
 
 A forward inside a backward recomputes a checkpointed segment. It makes no new trace and executes no step of the run: a
 recomputed layer doesn't mean that backward has passed the layers behind it. It gathers the units that it needs.
@@ -34,10 +35,16 @@ import torch
 
 from ferrodist.collectives.barrier import barrier
 from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, add_error_context, describe_error
+from ferrodist.parallel.backward_hooks import (
+    current_backward_id,
+    find_outputs,
+    find_tensors,
+    hook_gradients,
+    weak_method,
+)
 from ferrodist.parallel.fsdp.backward_plan import Action, BackwardRun, ForwardTrace, Step, plan_backward
 from ferrodist.parallel.fsdp.flat_memory import GradientBuffer
 from ferrodist.parallel.fsdp.unit import ADVICE, Unit, UnitState
-from ferrodist.parallel.module_guard import current_backward_id, find_outputs, find_tensors, hook_gradients, weak_method
 from ferrodist.torch_private.autograd import queue_callback
 from ferrodist.torch_private.compilers import outside_of_compiler
 from ferrodist.wording import counted, with_article
@@ -102,7 +109,9 @@ class UnitScheduler:
                     " gathered: call the FSDP, or use summon_full_params()"
                 )
 
-        for module in {module for flat in unit.flats for slots in flat.slots for module, _ in slots}:
+        for module in {
+            module for flat in unit.flats for registrations in flat.registrations for module, _ in registrations
+        }:
             module.register_forward_pre_hook(outside_of_compiler(check), prepend=True)
         if not unit.is_root:
             unit.module.register_forward_pre_hook(outside_of_compiler(pre_forward), prepend=True)
@@ -301,7 +310,7 @@ class UnitScheduler:
                 self._do(run, step)
 
     def reduce_all(self) -> None:
-        """Average the gradients that backwards without synchronisation left on this rank, if any."""
+        """Average the gradients that backward passes without synchronisation left on this rank, if any."""
         if not self._unsynced:
             return
         self.recover()
@@ -311,7 +320,7 @@ class UnitScheduler:
             self._finish_reductions()
 
     def drop_unsynced(self) -> None:
-        """Drop gradients that backwards without synchronisation left."""
+        """Drop gradients that backward passes without synchronisation left."""
         self._unsynced.clear()
         for unit in self.units:
             for flat in unit.flats:

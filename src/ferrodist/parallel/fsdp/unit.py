@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
 
 ADVICE = (
-    "Every rank must call the same parts of the model in the same order, run as many forwards and backwards as the"
+    "Every rank must call the same parts of the model in the same order, run as many forward and backward passes as the"
     " others, and use no_sync() when they do."
 )
 
@@ -139,8 +139,8 @@ class Unit:
         if before != self.shard_versions():
             raise UnsupportedOpError(
                 f"parameters of {self.title} were changed on rank {self._group.rank} of group {self._group.name!r}"
-                f" between a forward and {until}: step the optimizer after the backwards of all forwards before it, and"
-                " change weights before they are used",
+                f" between a forward and {until}: step the optimizer after the backward passes of all forwards before"
+                " it, and change weights before they are used",
                 ranks=(self._group.rank,),
             )
 

@@ -43,13 +43,14 @@ def by_size(min_numel: int) -> WrapPolicy:
 class UnitSpec(NamedTuple):
     """A unit before it is sharded: a module, and its parameters without those of units inside it.
 
-    Names are those in the model, whose own is empty; ``slots`` are the (module, attribute) pairs of each parameter.
+    Names are those in the model, whose own is empty; ``registrations`` are the (module, attribute) pairs of each
+    parameter.
     """
 
     name: str
     module: torch.nn.Module
     parameters: dict[str, torch.nn.Parameter]
-    slots: dict[str, list[tuple[torch.nn.Module, str]]]
+    registrations: dict[str, list[tuple[torch.nn.Module, str]]]
 
 
 def find_units(root: torch.nn.Module, wrap: object) -> list[UnitSpec]:
@@ -74,17 +75,19 @@ def find_units(root: torch.nn.Module, wrap: object) -> list[UnitSpec]:
             stacklevel=3,
         )
     names = {root: "", **{module: name for module, name in chosen.items() if _is_called(module)}}
-    specs = {module: UnitSpec(name=name, module=module, parameters={}, slots={}) for module, name in names.items()}
+    specs = {
+        module: UnitSpec(name=name, module=module, parameters={}, registrations={}) for module, name in names.items()
+    }
     paths = _paths(root, names)
     found: dict[torch.nn.Parameter, tuple[str, list[tuple[torch.nn.Module, str]], list[torch.nn.Module]]] = {}
     for prefix, module in root.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             title = f"{prefix}.{attribute}" if prefix else attribute
-            name, slots, common = found.get(parameter, (title, [], paths[module]))
-            found[parameter] = (name, [*slots, (module, attribute)], _common(common, paths[module]))
-    for parameter, (name, slots, path) in found.items():
+            name, registrations, common = found.get(parameter, (title, [], paths[module]))
+            found[parameter] = (name, [*registrations, (module, attribute)], _common(common, paths[module]))
+    for parameter, (name, registrations, path) in found.items():
         specs[path[-1]].parameters[name] = parameter
-        specs[path[-1]].slots[name] = slots
+        specs[path[-1]].registrations[name] = registrations
     return [spec for spec in specs.values() if spec.parameters or spec.module is root]
 
 
@@ -114,7 +117,7 @@ def _has_forward(module: torch.nn.Module) -> bool:
 
 
 def _paths(root: torch.nn.Module, units: Collection[torch.nn.Module]) -> dict[torch.nn.Module, list[torch.nn.Module]]:
-    """The units around each module, from the root inwards; for a module in two slots the units around both."""
+    """The units around each module, from the root inwards; for a module that is registered twice those around both."""
     paths: dict[torch.nn.Module, list[torch.nn.Module]] = {}
 
     def visit(module: torch.nn.Module, above: list[torch.nn.Module]) -> None:

@@ -9,13 +9,14 @@
 
 The modules::
 
-    pipeline.py             Pipeline, and the scope of its steps      microbatch.py      batches split; outputs, losses
-    schedule_executor.py    a rank's actions, values sent, received   stage.py           Stage: forward and backward
-    schedule/ir.py          schedules as data, and as text            split_backward.py  backward in two phases
-    schedule/build.py       kinds of schedules, one module for each   tied_weights.py    parameters of several stages
-    schedule/lowering.py    sends and receives added                  state_dict.py      names of the whole model
-    schedule/validate.py    schedules checked before use              split.py           a Sequential cut into stages
-    schedule/timeline.py    predicted time and memory                 measure.py         time of each of its children
+    pipeline.py             Pipeline, and the scope of its steps   microbatch.py          batches split; outputs, losses
+    schedule_executor.py    a rank's actions, sends, receives      shared_parameters.py   parameters of several stages
+    schedule/ir.py          schedules as data, and as text         stage.py               Stage: forward and backward
+    schedule/build.py       a module for each kind of schedule     split_backward.py      backward in two phases
+    schedule/lowering.py    sends and receives added               state_dict.py          names of the whole model
+    schedule/simulate.py    when each rank computes                split.py               a Sequential cut into stages
+    schedule/validate.py    schedules checked before use           measure.py             time of each of its children
+    schedule/timeline.py    predicted time and memory
     schedule/visualize.py   pictures, as text and as a plot
 """
 

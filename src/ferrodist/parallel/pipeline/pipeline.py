@@ -26,11 +26,11 @@ from ferrodist.parallel.pipeline.microbatch import Losses, LossReduction, Microb
 from ferrodist.parallel.pipeline.schedule.build import PipelineSchedule, resolve_schedule
 from ferrodist.parallel.pipeline.schedule.lowering import backward_only, forward_only
 from ferrodist.parallel.pipeline.schedule_executor import ScheduleExecutor, StepData
+from ferrodist.parallel.pipeline.shared_parameters import SharedParameters
 from ferrodist.parallel.pipeline.split import Stages, find_shared
 from ferrodist.parallel.pipeline.stage import Stage, find_edges
 from ferrodist.parallel.pipeline.state_dict import StateDictMapper
-from ferrodist.parallel.pipeline.tied_weights import TiedParameters
-from ferrodist.parallel.wrapped_names import TransparentWrapper
+from ferrodist.parallel.transparent_wrapper import TransparentWrapper
 from ferrodist.torch_private.modules import own_modules
 from ferrodist.wording import counted, with_article
 
@@ -47,8 +47,8 @@ class StepScope:
     A sub-group of a native group has its fast path, too.
     """
 
-    def __init__(self, parent: Backend, executor: ScheduleExecutor, tied: TiedParameters) -> None:
-        self._parent, self._executor, self._tied = parent, executor, tied
+    def __init__(self, parent: Backend, executor: ScheduleExecutor, shared: SharedParameters) -> None:
+        self._parent, self._executor, self._shared = parent, executor, shared
         self._group: Backend | None = None
 
     @contextlib.contextmanager
@@ -57,7 +57,7 @@ class StepScope:
         if self._group is None:
             label = "ferrodist.pipeline"
             self._group = SubBackend(self._parent, range(self._parent.world_size), label=label, name="pipeline")
-            self._tied.attach(self._group)
+            self._shared.attach(self._group)
         group = self._group
         try:
             yield group, self._parent.timeout if timeout is None else check_timeout(timeout)
@@ -81,7 +81,7 @@ class StepScope:
         else:
             reported = self._explain(error, action)
             group.abort(reported.fresh())
-        self._tied.abort(reported.fresh())
+        self._shared.abort(reported.fresh())
         self._executor.reset()
         self._executor.drop_unsynced()
         return None if reported is error or action is None or not isinstance(error, Exception) else reported
@@ -174,20 +174,20 @@ class Pipeline(TransparentWrapper):
         found = {index: stages[index] for index in self.schedule.rank_stages[rank]}
         self._local_stages = {index: module for index, module in found.items() if module is not None}
         shared = find_shared(stages) if shared is None else shared
-        self._tied = self._verify_and_tie(stages, shared)
+        self._shared = self._verify_and_share(stages, shared)
         self.stages = torch.nn.ModuleDict({str(index): module for index, module in self._local_stages.items()})
         prefixes = (stages if isinstance(stages, Stages) else Stages(stages)).prefixes
         self._mapper = StateDictMapper(self._local_stages, prefixes)
         names = [[f"{prefixes[stage]}{name}" for stage, name in locations] for locations in shared]
-        self.first_names = {name: tied[0] for tied in names for name in tied}
+        self.first_names = {name: same[0] for same in names for name in same}
         self._loaded_prefixes: dict[str, str] = {}  # each stage's prefix here: that in the state being loaded
         self.register_load_state_dict_post_hook(_restore_model_names)  # type: ignore[no-untyped-call]
         orders = self.schedule.backward_orders
         running = {index: Stage(module, orders[index][-1]) for index, module in self._local_stages.items()}
         self._executor = ScheduleExecutor(running, ranks, self._edges, self.num_microbatches)
-        self._step_scope = StepScope(self._parent, self._executor, self._tied)
+        self._step_scope = StepScope(self._parent, self._executor, self._shared)
         with self._step_scope.run_together(None) as (_, limit):
-            self._tied.broadcast_values(Deadline(limit))
+            self._shared.broadcast_values(Deadline(limit))
 
     @property
     def losses(self) -> list[float]:
@@ -227,9 +227,9 @@ class Pipeline(TransparentWrapper):
             self._check_stages()
             self._executor.reset()  # after a forward without a backward
             step_data = self._step_data(inputs, targets)
-            self._tied.before_step()
+            self._shared.before_step()
             self._executor.run(self.schedule.actions[self._parent.rank], step_data, group, limit)
-            self._tied.after_step(group, Deadline(limit))
+            self._shared.after_step(group, Deadline(limit))
             return self._losses.reduce_to_all(group, limit)
 
     def forward(self, inputs: Any = None, *, timeout: float | None = None) -> Any:
@@ -278,9 +278,9 @@ class Pipeline(TransparentWrapper):
             if outputs is None:
                 raise RuntimeError("there is no forward to run backward from: call forward() first, without no_grad()")
             step_data = StepData([], outputs.add, outputs.split(gradients) if self._owns_stage(-1) else {})
-            self._tied.before_step()
+            self._shared.before_step()
             self._executor.run(self._backward_actions, step_data, group, limit)
-            self._tied.after_step(group, Deadline(limit))
+            self._shared.after_step(group, Deadline(limit))
             barrier(group, timeout=limit)
 
     @functools.cached_property
@@ -365,10 +365,10 @@ class Pipeline(TransparentWrapper):
 
         return StepData(microbatches, on_output, self._losses.gradients)
 
-    def _verify_and_tie(
+    def _verify_and_share(
         self, stages: Sequence[torch.nn.Module | None], shared: Sequence[Sequence[tuple[int, str]]]
-    ) -> TiedParameters:
-        """Verify that all ranks make the same pipeline; returns this rank's tied parameters."""
+    ) -> SharedParameters:
+        """Verify that all ranks make the same pipeline; returns this rank's shared parameters."""
         missing = [stage for stage in self.schedule.rank_stages[self._parent.rank] if stages[stage] is None]
         lines = [
             f"{counted(len(stages), 'stage')}",
@@ -387,9 +387,9 @@ class Pipeline(TransparentWrapper):
             *str(self.schedule).splitlines(),
         ]
         refusal = f"its stage {missing[0]} is None" if missing else None
-        found = TiedParameters((), {}, ())
+        found = SharedParameters((), {}, ())
         try:
-            found = TiedParameters(shared, self._local_stages, self.schedule.stage_ranks)
+            found = SharedParameters(shared, self._local_stages, self.schedule.stage_ranks)
         except ValueError as error:
             refusal = refusal or str(error)
         deadline = Deadline(self._parent.timeout)

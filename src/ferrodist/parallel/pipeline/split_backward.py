@@ -295,7 +295,7 @@ def _run_inside(graph: BackwardGraph, roots: Sequence[_Root], inputs: Sequence[t
     arrived: list[tuple[Node, Gradients]] = []
     handles: list[RemovableHandle] = []
     try:
-        not_deferred = graph.out_of_order_components() | _record_branches(graph, arrived, handles)
+        not_deferred = graph.out_of_order_components() | _hook_branches(graph, arrived, handles)
         out_edges = {
             branch: found for branch in graph.branches if (found := _find_out_edges(graph, branch, not_deferred))
         }
@@ -315,25 +315,30 @@ def _run_inside(graph: BackwardGraph, roots: Sequence[_Root], inputs: Sequence[t
     )
 
 
-def _record_branches(
+def _hook_branches(
     graph: BackwardGraph, arrived: list[tuple[Node, Gradients]], handles: list[RemovableHandle]
 ) -> set[int]:
-    """Record the incoming gradients of branches; returns the components that are not deferred."""
+    """Hook branches to record their incoming gradients; returns the components that can't be deferred."""
     not_deferred = {component for node, component in graph.components.items() if has_packed_tensors(node)}
     for branch in graph.branches:
-        is_all_or_nothing = (
-            is_python_function(branch)
-            or type(branch).__name__.rstrip("0123456789") in _ALL_OR_NOTHING
-            or has_packed_tensors(branch)
-        )
-        if not is_all_or_nothing:
+        if not _is_all_or_nothing(branch):
             handle = branch.register_hook(lambda _, gradients, branch=branch: arrived.append((branch, gradients)))
             handles.append(handle)
-            is_all_or_nothing = len(handle.hooks_dict_ref() or ()) > 1
-        if is_all_or_nothing:
-            children = (child for child, _ in graph.edges[branch] if child is not None)
-            not_deferred.update(graph.components[child] for child in children if child in graph.components)
+            has_other_hooks = len(handle.hooks_dict_ref() or ()) > 1
+            if not has_other_hooks:
+                continue
+        children = (child for child, _ in graph.edges[branch] if child is not None)
+        not_deferred.update(graph.components[child] for child in children if child in graph.components)
     return not_deferred
+
+
+def _is_all_or_nothing(branch: Node) -> bool:
+    """True for a node that can't compute some of its gradients in the first phase and the others in the second."""
+    return (
+        is_python_function(branch)
+        or type(branch).__name__.rstrip("0123456789") in _ALL_OR_NOTHING
+        or has_packed_tensors(branch)
+    )
 
 
 def _find_out_edges(graph: BackwardGraph, branch: Node, not_deferred: set[int]) -> list[_OutEdge]:

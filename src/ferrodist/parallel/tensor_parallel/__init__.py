@@ -2,9 +2,9 @@
 
 ::
 
-    parallelize.py    a plan applied to a module       plan.py            the style of each module, by name
-    styles.py         Style and the styles of layers   module_io.py       inputs and outputs with placements
-    layers.py         layers that are made sharded     async_linear.py    gathering overlapped with products
+    parallelize.py    a plan applied to a module       plan.py              the style of each module, by name
+    styles.py         Style and the styles of layers   wrapped_forwards.py  inputs and outputs with placements
+    layers.py         layers that are made sharded     async_linear.py      gathering overlapped with products
 """
 
 from ferrodist.parallel.tensor_parallel.layers import (

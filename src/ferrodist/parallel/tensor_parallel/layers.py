@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ferrodist.parallel.tensor_parallel.module_io import ShardedForward
 from ferrodist.parallel.tensor_parallel.parallelize import apply_style, check_mesh, shard_module
 from ferrodist.parallel.tensor_parallel.styles import (
     ColumnParallel,
@@ -18,6 +17,7 @@ from ferrodist.parallel.tensor_parallel.styles import (
     Style,
     VocabularyParallel,
 )
+from ferrodist.parallel.tensor_parallel.wrapped_forwards import ShardedForward
 from ferrodist.tensor.placement import Replicate, Shard
 from ferrodist.wording import counted
 

@@ -13,14 +13,14 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.module_init import materialise, verify_across_ranks
 from ferrodist.parallel.tensor_parallel.async_linear import AsyncTPLinear
-from ferrodist.parallel.tensor_parallel.module_io import (
+from ferrodist.parallel.tensor_parallel.plan import check_tensors, describe_plan, parameter_placements, resolve_plan
+from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
+from ferrodist.parallel.tensor_parallel.wrapped_forwards import (
     GatheredMethod,
-    ParallelModel,
+    ParallelState,
     ReplicatedForward,
     ShardedForward,
 )
-from ferrodist.parallel.tensor_parallel.plan import check_values, describe_plan, parameter_placements, resolve_plan
-from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
 from ferrodist.tensor.dtensor import DTensor, keep_grad_placements
 from ferrodist.tensor.factories import distribute
 from ferrodist.tensor.placement import Placement, Replicate
@@ -84,7 +84,7 @@ def parallelize(
         check: Whether to compare each plain tensor before it is used, and each input, by an exchange for each, even if
             the model makes none. The error then names the first tensor that differs, even if the ranks don't reach the
             forward's end together.
-        init: ``init(module)`` initializes a module's own parameters and buffers if they were on the meta device; None
+        init: ``init(module)`` initialises a module's own parameters and buffers if they were on the meta device; None
             calls ``module.reset_parameters()``. Every rank calls it; rank 0's values are used.
 
     Returns:
@@ -95,7 +95,7 @@ def parallelize(
         ValueError: The mesh has several axes; a path of the plan matches no module; a module, or a parameter that
             modules share, gets different styles; a parameter is distributed already, has a gradient, or no shape yet.
             Nothing was changed.
-        UnsupportedOpError: Another rank raised one of these two; or a module on the meta device can't be initialized.
+        UnsupportedOpError: Another rank raised one of these two; or a module on the meta device can't be initialised.
             Nothing was changed.
         CollectiveMismatchError: On every rank: modules or plans differ between ranks. Nothing was changed.
     """
@@ -103,14 +103,14 @@ def parallelize(
     check_type(module, nn.Module, "parallelize takes a torch.nn.Module")
     settings = f"gathers_outputs={gathers_outputs}, check={check}"
     styles = shard_module(module, mesh, plan, settings=settings, init=init)
-    model = ParallelModel(mesh, gathers=gathers_outputs, checks=check)
+    state = ParallelState(mesh, gathers=gathers_outputs, checks=check)
     for path, one in module.named_modules():
         if path in styles:
             _wrap_forward(one, mesh, styles[path])
         if type(one).forward is not nn.Module.forward:
-            one.forward = ReplicatedForward(one.forward, path, model)
+            one.forward = ReplicatedForward(one.forward, path, state)
         if callable(getattr(type(one), "generate", None)):
-            one.generate = GatheredMethod(one.generate, model)
+            one.generate = GatheredMethod(one.generate, state)
     return module
 
 
@@ -140,7 +140,7 @@ def shard_module(
     try:
         styles = resolve_plan(module, plan)
         placements = parameter_placements(module, styles)
-        check_values(module, init)
+        check_tensors(module, init)
     except (TypeError, ValueError, UnsupportedOpError) as error:
         failure = error  # the other ranks are told below, else they would wait for this one
     lines = [] if failure else [f"the settings {settings!r}", *describe_plan(module, styles, placements)]

@@ -12,10 +12,10 @@ from torch.nn.parameter import is_lazy
 from ferrodist.arguments import check_type
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.parallel.module_guard import describe_claim
 from ferrodist.parallel.module_init import describe, describe_tensors, find_initialiser, has_meta_tensors
-from ferrodist.parallel.tensor_parallel.module_io import find_arguments
+from ferrodist.parallel.parameter_claims import describe_claim
 from ferrodist.parallel.tensor_parallel.styles import Style
+from ferrodist.parallel.tensor_parallel.wrapped_forwards import find_arguments
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.torch_private.autograd import backward_hooks, has_accumulate_hooks
@@ -129,8 +129,8 @@ def _check_dim(name: str, parameter: nn.Parameter, placement: Placement) -> None
         )
 
 
-def check_values(module: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
-    """Raise unless all parameters and buffers can be sent, and those on the meta device initialized."""
+def check_tensors(module: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
+    """Raise unless all parameters and buffers can be sent, and those on the meta device initialised."""
     if reason := describe_claim(module.named_parameters()):
         raise ValueError(f"{reason}: parallelize the module first, and wrap it afterwards")
     for name, one in module.named_modules():

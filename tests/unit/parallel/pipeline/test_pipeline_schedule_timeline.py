@@ -13,8 +13,8 @@ from small_schedules import divided_v, gpipe, interleaved, one_forward_one_backw
 
 from ferrodist.parallel.pipeline.schedule.ir import ActionKind
 from ferrodist.parallel.pipeline.schedule.lowering import add_communication, forward_only
+from ferrodist.parallel.pipeline.schedule.simulate import Span
 from ferrodist.parallel.pipeline.schedule.timeline import Costs, Timeline, count_activations, predict
-from ferrodist.parallel.pipeline.schedule.validate import Span
 from ferrodist.parallel.pipeline.schedule.visualize import draw_text, plot
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ parameters W, and B = I + W:
 - a rank holds at most 2p+1 activations, of stages half as long as with one a rank.
 
 Backwards are split only where a half lets other ranks begin earlier. The schedule is built for at least 2p
-microbatches; see [Note: fewer microbatches].
+microbatches; see [Note: fewer microbatches] in `ir.py`.
 """
 
 from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, parse_slots

@@ -9,7 +9,8 @@ from itertools import accumulate
 
 from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind, Schedule
 from ferrodist.parallel.pipeline.schedule.lowering import add_communication
-from ferrodist.parallel.pipeline.schedule.validate import Span, check_schedule, execute
+from ferrodist.parallel.pipeline.schedule.simulate import Span, simulate
+from ferrodist.parallel.pipeline.schedule.validate import check_schedule
 from ferrodist.wording import counted
 
 
@@ -106,7 +107,7 @@ def predict(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     schedule = add_communication(schedule)
     check_schedule(schedule)
     costs.check_stages(schedule.num_stages)
-    spans, _ = execute(schedule, costs.of)
+    spans, _ = simulate(schedule, costs.of)
     return Timeline(schedule, spans)
 
 

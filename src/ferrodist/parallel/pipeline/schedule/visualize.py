@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from ferrodist.parallel.pipeline.schedule.validate import Span
+    from ferrodist.parallel.pipeline.schedule.simulate import Span
 
 _NAMES = {
     ActionKind.FORWARD: "forward",

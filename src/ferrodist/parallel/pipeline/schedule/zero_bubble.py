@@ -14,8 +14,8 @@ parameters W, and B = I + W:
   most 2p activations, of stages half as long as with one a rank: as much as 1F1B's first. The last term is a bubble
   only if all ranks wait for each other between steps, as for the norm of all gradients.
 
-Both are built for those numbers of microbatches at least; see [Note: fewer microbatches]. If I and W differ from F,
-ranks wait for part of the difference; a schedule made for measured times, as in the papers, can do with less.
+Both are built for those numbers of microbatches at least; see [Note: fewer microbatches] in `ir.py`. If I and W differ
+from F, ranks wait for part of the difference; a schedule made for measured times, as in the papers, can do with less.
 """
 
 from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot, parse_slots

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.parallel.module_guard import current_backward_id
+from ferrodist.parallel.backward_hooks import current_backward_id
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate
 from ferrodist.tensor.plain_tensors import ACTIVE_CHECK, BACKWARD_CHECKS, is_plain
@@ -168,25 +168,25 @@ class ReplicatedForward:
     some inputs are DTensors. Everywhere in the model plain tensors that its code makes count as replicated.
     """
 
-    def __init__(self, forward: Callable[..., Any], path: str, model: ParallelModel) -> None:
+    def __init__(self, forward: Callable[..., Any], path: str, state: ParallelState) -> None:
         functools.update_wrapper(self, forward)
-        self._forward, self._path, self._model = forward, path, model
+        self._forward, self._path, self._state = forward, path, state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""
-        model = self._model
-        if (caller := ACTIVE_CHECK.get()) is not model.forward_check:
-            with model.inside(self._path):
+        state = self._state
+        if (caller := ACTIVE_CHECK.get()) is not state.forward_check:
+            with state.inside(self._path):
                 return self._call_from_outside(args, kwargs, is_by_model=caller is not None)
-        outer, model.forward_check.path = model.forward_check.path, self._path
+        outer, state.forward_check.path = state.forward_check.path, self._path
         try:
             return self._forward(*args, **kwargs)
         finally:
-            model.forward_check.path = outer
+            state.forward_check.path = outer
 
     def _call_from_outside(self, args: Any, kwargs: Any, *, is_by_model: bool) -> Any:
         """Compute a forward that is called from outside of the model, or by its own code outside, as ``generate``."""
-        gathers = self._model.gathers and not find_dtensors([args, kwargs])
+        gathers = self._state.gathers and not find_dtensors([args, kwargs])
         replicate = functools.partial(self._replicate, is_by_model=is_by_model)
         args, kwargs = map_nested(replicate, args), map_nested(replicate, kwargs)
         result = map_nested(self._record_result, self._forward(*args, **kwargs))
@@ -195,19 +195,19 @@ class ReplicatedForward:
     def _replicate(self, tensor: torch.Tensor, *, is_by_model: bool) -> DTensor:
         if isinstance(tensor, DTensor):
             return tensor
-        mesh = self._model.mesh
+        mesh = self._state.mesh
         made = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, shape=tensor.shape)
-        self._model.forward_check.record("the forward", tensor, mesh, is_due=is_by_model)
+        self._state.forward_check.record("the forward", tensor, mesh, is_due=is_by_model)
         return made
 
     def _record_result(self, tensor: torch.Tensor) -> torch.Tensor:
         """Let the ranks compare a plain tensor that the model returns, which no operator may have taken."""
         if is_plain(tensor):
-            self._model.forward_check.record("the result", tensor, self._model.mesh)
+            self._state.forward_check.record("the result", tensor, self._state.mesh)
         return tensor
 
 
-class ParallelModel:
+class ParallelState:
     """The state that the modules of a parallel model share.
 
     ``gathers``: results become full plain tensors if a module is called from outside. ``checks``: ranks compare each
@@ -220,9 +220,9 @@ class ParallelModel:
         self.backward_check = ReplicaCheck(mesh, immediate=checks)  # the check of plain tensors in backward
         mesh.parent.attachments.setdefault(BACKWARD_CHECKS, {})[mesh.identity] = self.backward_check
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
         """The state of a copy of the model."""
-        made = memo[id(self)] = ParallelModel(self.mesh, gathers=self.gathers, checks=self.checks)
+        made = memo[id(self)] = ParallelState(self.mesh, gathers=self.gathers, checks=self.checks)
         return made
 
     @contextlib.contextmanager
@@ -250,14 +250,14 @@ class ParallelModel:
 class GatheredMethod:
     """A method such as ``generate``, which calls the model's forwards and works on their caches."""
 
-    def __init__(self, method: Callable[..., Any], model: ParallelModel) -> None:
+    def __init__(self, method: Callable[..., Any], state: ParallelState) -> None:
         functools.update_wrapper(self, method)
-        self._method, self._model = method, model
+        self._method, self._state = method, state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method; its results are plain tensors."""
-        model = self._model
-        with model.checking(ReplicaCheck(model.mesh, immediate=model.checks)):
+        state = self._state
+        with state.checking(ReplicaCheck(state.mesh, immediate=state.checks)):
             return map_nested(_gather, self._method(*args, **kwargs))
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ferrodist.errors import DistributedError
 
 
-class TiedParameters:
+class SharedParameters:
     """This rank's shared parameters, given by their (stage, name) pairs; ValueError where there is none.
 
     They are looked up by name each time, since ``load_state_dict(assign=True)`` and ``to_empty`` replace them.
@@ -34,7 +34,7 @@ class TiedParameters:
         stages: Mapping[int, torch.nn.Module],
         stage_ranks: Sequence[int],
     ) -> None:
-        self._tied: list[tuple[str, Callable[[], torch.nn.Parameter], list[int]]] = []
+        self._shared: list[tuple[str, Callable[[], torch.nn.Parameter], list[int]]] = []
         """For each parameter a label, a function that finds it, and the ranks that have it."""
         self._indices: list[int] = []  # for each parameter its index among those that several ranks share
         self._num_between_ranks = 0
@@ -51,13 +51,13 @@ class TiedParameters:
             if len(ranks) == 1:
                 continue
             if found:
-                self._tied.append((f"ferrodist.pipeline.shared.{index}", found[0], ranks))
+                self._shared.append((f"ferrodist.pipeline.shared.{index}", found[0], ranks))
                 self._indices.append(self._num_between_ranks)
             self._num_between_ranks += 1
 
     def attach(self, group: Backend) -> None:
         """Make sub-groups in a group of the pipeline's ranks, instead of those of a failed one."""
-        self._groups = [SubBackend(group, ranks, label=label) for label, _, ranks in self._tied]
+        self._groups = [SubBackend(group, ranks, label=label) for label, _, ranks in self._shared]
 
     def abort(self, reason: DistributedError) -> None:
         """Abort the sub-groups, which the end of the pipeline's group does not reach."""
@@ -83,8 +83,8 @@ class TiedParameters:
         for index, parameter in zip(self._indices, self._parameters(), strict=True):
             is_used[index] = parameter.grad is not None
         allreduce(is_used, ReduceOp.MAX, group=group, out=is_used, timeout=deadline.remaining())
-        tied = zip(self._indices, self._parameters(), self._groups, self._accumulated, strict=True)
-        for index, parameter, owners, accumulated in tied:
+        shared = zip(self._indices, self._parameters(), self._groups, self._accumulated, strict=True)
+        for index, parameter, owners, accumulated in shared:
             if not is_used[index]:  # optimizers would apply a gradient of zeros
                 parameter.grad = accumulated
                 continue
@@ -95,7 +95,7 @@ class TiedParameters:
         self._accumulated = []
 
     def _parameters(self) -> list[torch.nn.Parameter]:
-        return [find() for _, find, _ in self._tied]
+        return [find() for _, find, _ in self._shared]
 
 
 def _find(module: torch.nn.Module, name: str, stage: int) -> torch.nn.Parameter:
