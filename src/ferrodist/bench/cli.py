@@ -21,7 +21,7 @@ from ferrodist.bench.cases import (
 )
 from ferrodist.installation import describe_missing
 from ferrodist.launch.host_limits import check_rank_count
-from ferrodist.launch.output import print_warning
+from ferrodist.launch.terminal import print_warning
 
 if TYPE_CHECKING:
     import argparse

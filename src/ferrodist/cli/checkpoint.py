@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.installation import how_to_install
-from ferrodist.launch.output import print_warning, write_stdout
+from ferrodist.launch.terminal import print_warning, write_stdout
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:

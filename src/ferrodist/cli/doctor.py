@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ferrodist.errors import BackendUnavailable, describe_error
 from ferrodist.installation import installed_version
 from ferrodist.launch.host_limits import usable_cores
-from ferrodist.launch.output import write_stdout
+from ferrodist.launch.terminal import write_stdout
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ferrodist.errors import DistributedError
 from ferrodist.installation import installed_version
 from ferrodist.launch.launcher import launch
 from ferrodist.launch.options import add_run_arguments, spec_from_arguments
-from ferrodist.launch.output import discard_buffer, print_warning, write_stdout
+from ferrodist.launch.terminal import discard_buffer, print_warning, write_stdout
 from ferrodist.rendezvous.secret import make_secret
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ferrodist.demo import DemoOptions
 from ferrodist.installation import describe_missing
 from ferrodist.launch.host_limits import check_rank_count
-from ferrodist.launch.output import print_warning
+from ferrodist.launch.terminal import print_warning
 
 if TYPE_CHECKING:
     import argparse

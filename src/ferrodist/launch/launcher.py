@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from ferrodist.launch.failure_report import failure_report, stop_report
 from ferrodist.launch.host_limits import usable_cores
 from ferrodist.launch.mpiexec import run_mpiexec
-from ferrodist.launch.output import print_warning
 from ferrodist.launch.pmi_server import PmiServer
 from ferrodist.launch.process_watch import SignalInbox
 from ferrodist.launch.rank_environment import LOOPBACK, Attempt, rank_environment, reserved_port, with_stack_dumps
 from ferrodist.launch.spec import LaunchSpec, MpiLauncher
+from ferrodist.launch.terminal import print_warning
 from ferrodist.launch.worker_group import GroupOutcome, RankProcess, Sinks, WorkerGroup
 from ferrodist.rendezvous.secret import make_secret
 
