@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from ferrodist.arguments import check_int
 from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
+from ferrodist.tensor.box import Box
 from ferrodist.tensor.dtensor import DTensor
-from ferrodist.tensor.local_shards import Box, LocalShard, flat_shard_of, local_shard
+from ferrodist.tensor.local_shards import LocalShard, flat_shard_of, local_shard
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:

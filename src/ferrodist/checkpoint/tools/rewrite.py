@@ -36,7 +36,7 @@ from ferrodist.checkpoint.writer import FileStream, row_major_bytes
 from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
 from ferrodist.deadline import Deadline, default_timeout
 from ferrodist.errors import DistCheckpointError
-from ferrodist.tensor.local_shards import Box
+from ferrodist.tensor.box import Box
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
