@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class FrameType(IntEnum):
-    """The type of a frame; the values are those in TCP's frames."""
+    """The type of a frame; the values are the codes in TCP's frames, and `mpi/wire.py` has those of MPI's."""
 
     EAGER = 1  # a whole message
     OFFER = 2  # a large message exists

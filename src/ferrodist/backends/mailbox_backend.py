@@ -40,7 +40,6 @@ from ferrodist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-
 MAX_AHEAD = 1 << 16  # how many ends of groups that this rank has not made (yet) it records for one other rank
 _MAX_DRAINED_IDS = 1000  # how many ids it keeps of closed sub-groups that all members have left
 
@@ -280,9 +279,8 @@ class MailboxBackend(NonBlockingBackend):
         return True
 
     def _cancel_send(self, send: Send, error: DistributedError | None = None) -> bool:
-        return self._take_back(send) and self._finish_send(
-            send, error or DistributedTimeoutError("the send was cancelled")
-        )
+        error = error or DistributedTimeoutError("the send was cancelled")
+        return self._take_back(send) and self._finish_send(send, error)
 
     # Groups and their ends.
 

@@ -16,9 +16,9 @@ _POLL_INTERVAL_SECONDS = 0.05
 
 
 class Sequencer:
-    """Issues tickets, and lets their holders go one at a time, in the order of the tickets.
+    """Issues sequence numbers, and lets their holders go one at a time, in the order of these.
 
-    A ticket is outstanding from `reserve` until it is released. Its turn comes when no smaller one is outstanding.
+    A number is outstanding from `reserve` until it is released. Its turn comes when no smaller one is outstanding.
     Nobody waits once ``is_over()``, which is polled.
     """
 
@@ -27,30 +27,30 @@ class Sequencer:
         self._changed = threading.Condition()
         self._next = self._position = first
         self._outstanding: deque[int] = deque()  # ascending
-        self._holder: tuple[int, int] | None = None  # thread and ticket
+        self._holder: tuple[int, int] | None = None  # thread and sequence number
 
     @property
     def position(self) -> int:
-        """The smallest outstanding ticket, or the next one to be issued."""
+        """The smallest outstanding sequence number, or the next one to be issued."""
         return self._position
 
     def reserve(self, draw: Callable[[], int] | None = None) -> int:
-        """Take the next ticket; ``draw``, called under a lock, issues it in place of this sequencer, ascending."""
+        """Reserve the next number; ``draw``, called under a lock, issues it in place of this sequencer, ascending."""
         with self._changed:
-            ticket = self._next if draw is None else draw()
-            self._next = ticket + 1
-            self._outstanding.append(ticket)
+            sequence = self._next if draw is None else draw()
+            self._next = sequence + 1
+            self._outstanding.append(sequence)
             self._position = self._outstanding[0]
-            return ticket
+            return sequence
 
-    def wait(self, ticket: int, timeout: float) -> bool:
-        """Wait for a ticket's turn; False when it has not come within ``timeout`` seconds, or the group has ended."""
-        if self._position >= ticket:
+    def wait(self, sequence: int, timeout: float) -> bool:
+        """Wait for a number's turn; False when it has not come within ``timeout`` seconds, or the group has ended."""
+        if self._position >= sequence:
             return True
-        return self._wait_until(lambda: self._position >= ticket, timeout)
+        return self._wait_until(lambda: self._position >= sequence, timeout)
 
     def wait_until_idle(self, timeout: float) -> bool:
-        """Wait until no ticket is outstanding; False as for `wait`."""
+        """Wait until no sequence number is outstanding; False as for `wait`."""
         return self._wait_until(lambda: not self._outstanding, timeout)
 
     def _wait_until(self, is_due: Callable[[], bool], timeout: float) -> bool:
@@ -63,16 +63,16 @@ class Sequencer:
         return True
 
     @contextmanager
-    def hold(self, ticket: int, timeout: float) -> Iterator[bool]:
-        """Wait for a ticket's turn, and release the ticket with the block; yields what `wait` returns.
+    def hold(self, sequence: int, timeout: float) -> Iterator[bool]:
+        """Wait for a number's turn, and release the number with the block; yields what `wait` returns.
 
-        Inside the block the same thread may hold the ticket again. A ticket whose turn has not come stays outstanding.
+        Inside the block the same thread may hold the number again. A number whose turn has not come stays outstanding.
         """
-        mine = (threading.get_ident(), ticket)
+        mine = (threading.get_ident(), sequence)
         if self._holder == mine:
             yield True
             return
-        if not self.wait(ticket, timeout):
+        if not self.wait(sequence, timeout):
             yield False
             return
         self._holder = mine
@@ -80,18 +80,18 @@ class Sequencer:
             yield True
         finally:
             self._holder = None
-            self._release(ticket)
+            self._release(sequence)
 
     @contextmanager
-    def releasing(self, ticket: int) -> Iterator[None]:
-        """Release the ticket at the end of the block, whether or not its turn has come."""
+    def releasing(self, sequence: int) -> Iterator[None]:
+        """Release a sequence number at the end of the block, whether or not its turn has come."""
         try:
             yield
         finally:
-            self._release(ticket)
+            self._release(sequence)
 
-    def _release(self, ticket: int) -> None:
+    def _release(self, sequence: int) -> None:
         with self._changed:
-            self._outstanding.remove(ticket)
+            self._outstanding.remove(sequence)
             self._position = self._outstanding[0] if self._outstanding else self._next
             self._changed.notify_all()

@@ -36,7 +36,7 @@ class CollectiveSignature:
     root: int = -1  # -1: none
     dim: int = -1  # the dim that is concatenated or split, from 0; -1: none
     count: int = 0  # elements that all ranks must agree on; 0 if they may differ
-    sequence: int = 0  # position among the group's collectives
+    sequence: int = 0  # sequence number of the group's collective
     payload: bytes = b""  # at most `MAX_PAYLOAD` bytes that every rank receives
 
     def encode(self) -> bytes:
@@ -69,7 +69,7 @@ class CollectiveSignature:
         )
 
     def at(self, sequence: int) -> CollectiveSignature:
-        """The same call at another position."""
+        """The same call with another sequence number."""
         return replace(self, sequence=sequence)
 
     def with_payload(self, payload: bytes) -> CollectiveSignature:

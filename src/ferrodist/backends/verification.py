@@ -185,7 +185,7 @@ class CollectiveVerifier:
         self._sequencer = sequencer
 
     def reserve(self) -> int:
-        """Take the next position among the group's collectives. Ranks must reserve in the same order."""
+        """Take the next sequence number of the group's collectives. Ranks must reserve in the same order."""
         return next(self._counter) if self._sequencer is None else self._sequencer.reserve()
 
     def verify(self, call: CollectiveSignature, timeout: float, sequence: int | None = None) -> list[bytes]:

@@ -13,7 +13,7 @@ The modules::
     save.py                save_distributed; one save of a group       load.py       load_distributed
     state.py               a state as a tree and tensors by key        load_plan.py  which tensors a load fills
     save_plan.py           who writes which boxes into which file      reader.py     reads manifests and boxes
-    writer.py              writes a rank's safetensors file
+    writer.py              writes a rank's safetensors file            distributed_checkpoint.py  a manifest's sharding
     commit.py              the commit, and leftovers of dead saves     checkpoint_folder.py  list, find, remove
     consensus.py           steps that succeed on all ranks or none     async_checkpointer.py  saves in a thread
     optimizer_state.py, random_state.py                                shard_metadata.py      shards by the program
@@ -23,6 +23,7 @@ The modules::
 
 from ferrodist.checkpoint.async_checkpointer import AsyncCheckpointer, CheckpointFuture
 from ferrodist.checkpoint.checkpoint_folder import find_latest, list_checkpoints
+from ferrodist.checkpoint.distributed_checkpoint import DistributedCheckpoint
 from ferrodist.checkpoint.format.tree import PerRank
 from ferrodist.checkpoint.load import load_distributed
 from ferrodist.checkpoint.load_plan import Placed
@@ -30,7 +31,6 @@ from ferrodist.checkpoint.optimizer_state import OptimizerState
 from ferrodist.checkpoint.random_state import RandomState
 from ferrodist.checkpoint.save import save_distributed
 from ferrodist.checkpoint.shard_metadata import (
-    DistributedCheckpoint,
     ShardMetadata,
     TensorShardSpec,
     flat_shard_metadata,

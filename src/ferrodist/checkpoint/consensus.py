@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     _Failure = list[Any]
     """An error as it is sent to other ranks: [message, ranks that it names]."""
+    _Answer = tuple[bool, _Failure | None, bytes]
+    """What rank 0 sends to a rank: whether ``answer`` was called, an error, and the result."""
 
 _T = TypeVar("_T")
 
@@ -143,17 +145,10 @@ class Rank0Exchange:
                 timeout=self._deadline.remaining(),
             )
         answer_phase = Phase(answer_action, phase.paths[-1])
-        answers: list[tuple[bool, _Failure | None, bytes]] | None = None
+        answers: list[_Answer] | None = None
         answer_error: Exception | None = None
         if gathered is not None:
-            failure = _first_failure([(paths, failed) for paths, failed, _ in gathered], action)
-            is_answered, results = failure is None, [b""] * group.world_size
-            if failure is None:
-                try:
-                    results = list(answer([value for *_, value in gathered]))
-                except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised below
-                    answer_error, failure = error, _make_failure(error, answer_phase, 0)
-            answers = [(is_answered, failure, result) for result in results]
+            answers, answer_error = _make_answers(gathered, action, answer_phase, answer)
         with _name_phase_in_errors(answer_phase, group):
             is_answered, failure, answered = scatter_object(answers, group=group, timeout=self._deadline.remaining())
         self.rank0_may_have_acted = is_answered
@@ -164,6 +159,22 @@ class Rank0Exchange:
         if failure is not None:
             raise _make_error(failure)
         return bytes(answered)
+
+
+def _make_answers(
+    gathered: Sequence[tuple[list[str], _Failure | None, bytes]],
+    action: str,
+    answer_phase: Phase,
+    answer: Callable[[list[bytes]], Sequence[bytes]],
+) -> tuple[list[_Answer], Exception | None]:
+    """Return rank 0's answer to each rank, and the error of ``answer`` if it raised one."""
+    failure = _first_failure([(paths, failed) for paths, failed, _ in gathered], action)
+    if failure is not None:
+        return [(False, failure, b"")] * len(gathered), None
+    try:
+        return [(True, None, result) for result in answer([value for *_, value in gathered])], None
+    except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised by the caller
+        return [(True, _make_failure(error, answer_phase, 0), b"")] * len(gathered), error
 
 
 def _name_phase_in_errors(phase: Phase, group: Backend) -> contextlib.AbstractContextManager[None]:

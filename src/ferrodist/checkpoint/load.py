@@ -26,8 +26,8 @@ from ferrodist.collectives.objects import all_gather_object, gather_object
 from ferrodist.collectives.p2p import recv_into, send
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import DistCheckpointError
+from ferrodist.tensor.box import Box
 from ferrodist.tensor.dtensor import DTensor
-from ferrodist.tensor.local_shards import Box
 
 if TYPE_CHECKING:
     import os

@@ -26,7 +26,7 @@ from ferrodist.checkpoint.format.manifest import (
 from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.collectives.arguments import bytes_of
 from ferrodist.errors import DistCheckpointError
-from ferrodist.tensor.local_shards import Box
+from ferrodist.tensor.box import Box
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:

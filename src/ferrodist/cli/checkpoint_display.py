@@ -96,5 +96,6 @@ def _size(size_bytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
+def _count(number: int, noun: str) -> str:
+    """Return a number with thousands separators and its noun; `counted` has none."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

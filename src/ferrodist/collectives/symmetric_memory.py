@@ -71,7 +71,7 @@ def empty_symmetric(
     return memory.view(dtype).view(sizes)
 
 
-def empty_joined(
+def empty_with_views(
     size_bytes: int, joined: Sequence[tuple[int, int]], *, group: Backend
 ) -> tuple[torch.Tensor, list[ContiguousSharedView]]:
     """Make symmetric memory with concatenated views of the ranks' parts; a collective with equal arguments.

@@ -189,6 +189,13 @@ class _PayloadSend:
 class TensorReceive(BaseRequest):
     """Receives a tensor's first message, checks its header, and copies or receives its elements.
 
+    Its states, each entered by the callback that ends the one before::
+
+        first message   `_start`, `_take_message`: header, and elements if they are few; these end the receive
+        payload         `_start_payload`, `_take_payload`: the elements, then the end
+        probe           `_probe_cancelled_send`, after a payload that does not fit: was the send cancelled?
+        first message   again (`_restart`) if it was, else the end, with an error
+
     The thread that completes the first message starts the receive of a payload: [Note: cancelled transfers].
     """
 

@@ -63,18 +63,25 @@ class DispatchKind(Enum):
 class CachedDispatch:
     """The prepared computation of a kind of call."""
 
-    local: Callable[..., Any]  # the operator (its C++ call, which is faster), or the local function of its rule
-    specs: Sequence[DTensorSpec]  # to which the distributed tensors among the arguments are redistributed
-    outputs: Sequence[DTensorSpec]  # of the tensors that `local` returns
-    replaced: Mapping[str, Any]  # the arguments that differ on this rank
-    written: Sequence[str]  # the names of the arguments that are written to
+    local: Callable[..., Any]
+    """The operator (its C++ call, which is faster), or the local function of its rule."""
+    specs: Sequence[DTensorSpec]
+    """The specs to which the distributed tensors among the arguments are redistributed."""
+    outputs: Sequence[DTensorSpec]
+    """The specs of the tensors that ``local`` returns."""
+    replaced: Mapping[str, Any]
+    """The arguments that differ on this rank."""
+    written: Sequence[str]
+    """The names of the arguments that are written to."""
     kind: DispatchKind = field(default=DispatchKind.ANY, init=False)
-    output: DTensorSpec | None = field(default=None, init=False)  # the spec of the only result, for RESULT and VIEW
+    output: DTensorSpec | None = field(default=None, init=False)
+    """The spec of the only result, for RESULT and VIEW."""
     positions: Sequence[tuple[int, Any]] = field(default=(), init=False)
     """``replaced`` by position, for all kinds but ANY; for LISTS the positions of what is written."""
     offsets: Sequence[int] | None = field(default=None, init=False)
     """The storage offsets of views in the full tensor; None if the results are no views."""
-    offset: int = field(default=0, init=False)  # the only one of `offsets`, for VIEW
+    offset: int = field(default=0, init=False)
+    """The only one of ``offsets``, for VIEW."""
     view_kind: ViewKind = field(default=ViewKind.COPIED, init=False)
     """The kind of views whose shards have memory of their own."""
     may_copy: bool = field(default=True, init=False)

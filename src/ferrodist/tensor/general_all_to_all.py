@@ -8,13 +8,13 @@ own.
 from __future__ import annotations
 
 import itertools
-import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from ferrodist.collectives.all_to_all import all_to_all_single_uneven
-from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
+from ferrodist.collectives.arguments import compute_shard_sizes
+from ferrodist.tensor.box import Box
 from ferrodist.tensor.placement import Placement, Shard
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.tensor.spec import DTensorSpec
-
-    _Box = list[tuple[int, int]]  # the start and the end in each dim
 
 
 class GeneralAllToAll:
@@ -47,23 +45,22 @@ class GeneralAllToAll:
         ranges = [range(size) if axis in self.axes else [own[axis]] for axis, size in enumerate(self._mesh_shape)]
         return list(itertools.product(*ranges))
 
-    def overlap(self, sender: Sequence[int], receiver: Sequence[int]) -> _Box:
-        """The box that one rank sends to another, or to itself; empty if it sends nothing."""
-        box = self.box(sender, self._before)
+    def overlap(self, sender: Sequence[int], receiver: Sequence[int]) -> Box | None:
+        """The box that one rank sends to another, or to itself; None if it sends nothing."""
         if any(sender[axis] != receiver[axis] for axis in self._replicated):
-            return [(0, 0)] * len(box)
-        return _intersect(box, self.box(receiver))
+            return None
+        return self.box(sender, self._before).intersect(self.box(receiver))
 
-    def box(self, coordinate: Sequence[int], placements: Sequence[Placement] | None = None) -> _Box:
+    def box(self, coordinate: Sequence[int], placements: Sequence[Placement] | None = None) -> Box:
         """The box of the rank at a coordinate, under some placements; None is the new ones."""
-        box = [(0, size) for size in self._shape]
+        starts, sizes = [0] * len(self._shape), list(self._shape)
         chosen = self._after if placements is None else placements
         for placement, num_ranks, index in zip(chosen, self._mesh_shape, coordinate, strict=True):
             if isinstance(placement, Shard):
-                start, stop = box[placement.dim]
-                offsets = offsets_of(compute_shard_sizes(stop - start, num_ranks))
-                box[placement.dim] = (start + offsets[index], start + offsets[index + 1])
-        return box
+                shards = compute_shard_sizes(sizes[placement.dim], num_ranks)
+                starts[placement.dim] += sum(shards[:index])
+                sizes[placement.dim] = shards[index]
+        return Box(tuple(starts), tuple(sizes))
 
     def count_sent(self) -> float:
         """The average number of elements that a rank sends to others."""
@@ -73,16 +70,11 @@ class GeneralAllToAll:
         sent = 0
         for receiver, rank in enumerate(ranks):
             target = self.box(rank)
-            sent += sum(
-                _numel(_intersect(box, target))
-                for sender, box in enumerate(boxes)
-                if sender != receiver and replicas[sender] == replicas[receiver]
-            )
+            for sender, box in enumerate(boxes):
+                if sender != receiver and replicas[sender] == replicas[receiver]:
+                    overlap = box.intersect(target)
+                    sent += 0 if overlap is None else overlap.numel
         return sent / len(ranks)
-
-
-def _intersect(one: _Box, other: _Box) -> _Box:
-    return [(max(a, c), max(min(b, d), a, c)) for (a, b), (c, d) in zip(one, other, strict=True)]
 
 
 def general_all_to_all(local: torch.Tensor, before: DTensorSpec, after: DTensorSpec, group: Backend) -> torch.Tensor:
@@ -91,25 +83,17 @@ def general_all_to_all(local: torch.Tensor, before: DTensorSpec, after: DTensorS
     pattern = GeneralAllToAll(before.shape, before.placements, after.placements, before.mesh.shape)
     ranks = pattern.coordinates(own)
     box = pattern.box(own, before.placements)
-    sent = [_take(local, box, pattern.overlap(own, rank)).reshape(-1) for rank in ranks]
+    outgoing = [pattern.overlap(own, rank) for rank in ranks]
+    sent = [
+        local.new_empty(0) if overlap is None else overlap.within(box).take(local).reshape(-1) for overlap in outgoing
+    ]
     received = [pattern.overlap(rank, own) for rank in ranks]
-    counts = [_numel(overlap) for overlap in received]
+    counts = [0 if overlap is None else overlap.numel for overlap in received]
     flat = all_to_all_single_uneven(torch.cat(sent), [part.numel() for part in sent], counts, group=group)
     result = local.new_empty(after.local_shape)
     target = pattern.box(own)
     for overlap, elements in zip(received, torch.split(flat, counts), strict=True):
-        if elements.numel():
-            view = _take(result, target, overlap)
+        if overlap is not None:
+            view = overlap.within(target).take(result)
             view.copy_(elements.view(view.shape))
     return result
-
-
-def _take(shard: torch.Tensor, box: _Box, inner: _Box) -> torch.Tensor:
-    """A view of a box inside of the box that a shard is, both given in the full tensor."""
-    for dim, ((begin, _), (start, stop)) in enumerate(zip(box, inner, strict=True)):
-        shard = shard.narrow(dim, start - begin if stop > start else 0, stop - start)
-    return shard
-
-
-def _numel(box: _Box) -> int:
-    return math.prod(stop - start for start, stop in box)

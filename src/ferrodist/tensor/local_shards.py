@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ferrodist.collectives.arguments import compute_shard_sizes
+from ferrodist.tensor.box import Box
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.wording import counted
@@ -30,36 +31,6 @@ if TYPE_CHECKING:
     Run = tuple[int, int]  # consecutive elements of a dim: the first one's index in the full tensor, and their number
 
 _flat_shards = WeakTensorKeyDictionary()  # the annotations of `annotate_flat_shard`
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A rectangular part of a tensor: the first index and the size in each dim."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return prod(self.shape)
-
-    def intersect(self, other: Box) -> Box | None:
-        """The intersection with another box, or None if it is empty."""
-        offsets = tuple(map(max, self.offsets, other.offsets))
-        ends = [min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.shape, other.offsets, other.shape)]  # noqa: B905 - hot
-        shape = tuple(end - begin for begin, end in zip(offsets, ends, strict=True))
-        return None if any(size <= 0 for size in shape) else Box(offsets, shape)
-
-    def within(self, outer: Box) -> Box:
-        """The same elements, with offsets relative to an enclosing box."""
-        return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.shape)
-
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The box's elements of a tensor, as a view."""
-        for dim, (offset, size) in enumerate(zip(self.offsets, self.shape, strict=True)):
-            tensor = tensor.narrow(dim, offset, size)
-        return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,19 +43,27 @@ class OpStrategy:
 class OpRule:
     """The rule by which an operator is computed on sharded tensors."""
 
-    # lists the strategies along one axis, given by its index; `call.selected` has those selected along the axes before.
-    # The strategy that moves the fewest bytes is selected; of equal ones, the first.
     strategies: Callable[[OpCall, int], Sequence[OpStrategy]]
-    # makes the local function, which computes the local outputs instead of the operator; None stands for the operator
-    # itself. The call has `placed_inputs` and `outputs`.
+    """Lists the strategies along one axis, given by its index; `call.selected` has those selected for the axes before.
+
+    The strategy that moves the fewest bytes is selected; of equal ones, the first.
+    """
     local: Callable[[OpCall], LocalFunction | None] | None = None
-    # makes the arguments, by name, that differ on this rank, such as local sizes
+    """Makes the local function, which computes the local outputs instead of the operator; None: the operator itself.
+
+    The call has `placed_inputs` and `outputs`.
+    """
     arguments: Callable[[OpCall], Mapping[str, Any]] | None = None
-    depends_on_values: bool = False  # whether strategies depend on the values of float arguments
-    copies: bool = False  # whether local outputs are copies where the operator gives views
-    # whether the shapes of the outputs depend on the elements, given all arguments by name. Such a call needs
-    # replicated inputs; see `fallback.compute_data_dependent`.
+    """Makes the arguments, by name, that differ on this rank, such as local sizes."""
+    depends_on_values: bool = False
+    """Whether strategies depend on the values of float arguments."""
+    copies: bool = False
+    """Whether local outputs are copies where the operator gives views."""
     is_data_dependent: Callable[[Mapping[str, Any]], bool] | None = None
+    """Whether the shapes of the outputs depend on the elements, given all arguments by name.
+
+    Such a call needs replicated inputs; see `fallback.compute_data_dependent`.
+    """
 
 
 class OpCall:
@@ -265,7 +273,8 @@ def _input_cost(spec: DTensorSpec, target: Placement, axis: int, sharded: set[tu
 def rule_table(*rows: tuple[OpRule, str]) -> dict[torch._ops.OpOverload, OpRule]:
     """Map operators to rules; each row has a rule and the names of its operators, as `overloads` takes them.
 
-    Of several rows with an operator the last one counts.
+    Of several rows with an operator the last one counts. docs/dtensor-operators.md shows an example for each row, so
+    equal rows are for operators whose examples differ.
     """
     return {overload: rule for rule, names in rows for overload in overloads(names)}
 

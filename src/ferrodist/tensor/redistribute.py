@@ -92,7 +92,7 @@ def full_local(tensor: Any) -> torch.Tensor:
 
 
 def _innermost(spec: DTensorSpec, axis: int) -> Shard:
-    """The sharding of a shard by its innermost axis; see [Note: the innermost axis]."""
+    """The sharding of a shard by its innermost axis; see [Note: the innermost axis] in `redistribute_plan`."""
     placement = spec.placements[axis]
     assert isinstance(placement, Shard), "such a step is of a sharded axis"
     blocks = innermost_blocks(spec.placements, axis, placement, spec.mesh.shape)

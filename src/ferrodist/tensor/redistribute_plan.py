@@ -71,7 +71,7 @@ class RedistributeStep:
 class _Edge(NamedTuple):
     """A step in the search."""
 
-    move: RedistributeKind
+    kind: RedistributeKind
     axes: tuple[int, ...]
     before: Placements
     after: Placements
@@ -110,7 +110,7 @@ def make_plan(source: DTensorSpec, target: DTensorSpec) -> RedistributePlan:
         assert source.shape == target.shape, "placements don't change a tensor's shape"
         steps = tuple(
             RedistributeStep(
-                move=edge.move,
+                move=edge.kind,
                 axes=edge.axes,
                 before=source.with_placements(edge.before),
                 after=source.with_placements(edge.after),
@@ -156,7 +156,7 @@ class _Search:
             if (size_bytes, num_steps) > best[current]:
                 continue
             for edge in self._edges_from(current):
-                steps = _GENERAL_ALL_TO_ALL_STEPS if edge.move is RedistributeKind.EXCHANGE else 1
+                steps = _GENERAL_ALL_TO_ALL_STEPS if edge.kind is RedistributeKind.EXCHANGE else 1
                 cost = (round(size_bytes + edge.size_bytes, 3), num_steps + steps)
                 if edge.after not in best or cost < best[edge.after]:
                     best[edge.after] = cost
@@ -167,9 +167,9 @@ class _Search:
     def _edges_from(self, current: Placements) -> Iterator[_Edge]:
         for axis, placement in enumerate(current):
             for target in self._candidates[axis]:
-                move = None if target == placement else self._axis_kind(current, axis, target)
-                if move is not None:
-                    yield self._edge(move, (axis,), current, {axis: target})
+                kind = None if target == placement else self._axis_kind(current, axis, target)
+                if kind is not None:
+                    yield self._edge(kind, (axis,), current, {axis: target})
         yield from self._joint_edges(current)
         yield from self._general_all_to_all_edges(current)
 
@@ -206,17 +206,17 @@ class _Search:
             yield _Edge(RedistributeKind.EXCHANGE, pattern.axes, current, after, size_bytes)
 
     def _edge(
-        self, move: RedistributeKind, axes: tuple[int, ...], current: Placements, changes: dict[int, Placement]
+        self, kind: RedistributeKind, axes: tuple[int, ...], current: Placements, changes: dict[int, Placement]
     ) -> _Edge:
         after = tuple(changes.get(axis, placement) for axis, placement in enumerate(current))
         num_ranks = math.prod(self._mesh_shape[axis] for axis in axes)
         others = [axis for axis, one in enumerate(current) if isinstance(one, Shard) and axis not in axes]
         full = self._bytes / math.prod(self._mesh_shape[axis] for axis in others)
         share = full * (num_ranks - 1) / num_ranks
-        if move in (RedistributeKind.SLICE, RedistributeKind.MAKE_PARTIAL):
+        if kind in (RedistributeKind.SLICE, RedistributeKind.MAKE_PARTIAL):
             share = 0.0
         other = {RedistributeKind.ALLREDUCE: 2 * share, RedistributeKind.ALL_TO_ALL: share / num_ranks}
-        return _Edge(move, axes, current, after, other.get(move, share))
+        return _Edge(kind, axes, current, after, other.get(kind, share))
 
     def _axis_kind(self, current: Placements, axis: int, target: Placement) -> RedistributeKind | None:
         """The step that brings one axis to a placement, or None if it takes several steps or is never of use."""
@@ -243,14 +243,17 @@ class _Search:
         return RedistributeKind.ALLREDUCE if isinstance(placement, Partial) else RedistributeKind.ALL_GATHER
 
 
+# [Note: the innermost axis]
+# The sharding along an axis can change by itself if no other axis splits its shards further: then the concatenated
+# shards of the axis's ranks are what a rank without that sharding has. That holds for the last of the axes that shard a
+# dim, in blocks or not. It also holds for an axis whose blocks are what the later axes split: then each rank's shard is
+# within one block, and a contiguous part of it.
+
+
 def innermost_blocks(placements: Placements, axis: int, placement: Shard, mesh_shape: Sequence[int]) -> int | None:
     """The number of blocks of a rank's shard that an axis splits last; None if it does not split last.
 
-    [Note: the innermost axis]
-    The sharding along an axis can change by itself if no other axis splits its shards further: then the concatenated
-    shards of the axis's ranks are what a rank without that sharding has. That holds for the last of the axes that shard
-    a dim, in blocks or not. It also holds for an axis whose blocks are what the later axes split: then each rank's
-    shard is within one block, and a contiguous part of it.
+    See [Note: the innermost axis].
     """
     later = [other for other in sharding_axes(placements, (placement.dim,)) if other > axis]
     if not later:

@@ -102,16 +102,14 @@ def _default_seed() -> int | None:
     return None if torch is None else torch.initial_seed()
 
 
-class _Warned:
-    """The warnings that this process has given."""
-
-    of_shared_generator = False
+_has_warned_of_shared_generator = False
 
 
 def _warn_of_shared_generator(seed: int | None, world_size: int) -> None:
-    if _Warned.of_shared_generator or seed is None or world_size == 1 or _default_seed() == seed:
+    global _has_warned_of_shared_generator  # noqa: PLW0603 - one warning per process
+    if _has_warned_of_shared_generator or seed is None or world_size == 1 or _default_seed() == seed:
         return
-    _Warned.of_shared_generator = True
+    _has_warned_of_shared_generator = True
     warnings.warn(
         "torch.manual_seed was called by ranks that are threads, which share torch's random generator: each number goes"
         " to one rank only, and another rank's seed is everybody's. Draw from a torch.Generator of the rank's own, seed"

@@ -13,7 +13,7 @@ from ferrodist.checkpoint.storage import LocalStorage
 from ferrodist.checkpoint.tools.diff import DifferenceKind, compare
 from ferrodist.checkpoint.tools.rewrite import row_blocks
 from ferrodist.errors import DistCheckpointError
-from ferrodist.tensor.local_shards import Box
+from ferrodist.tensor.box import Box
 
 
 def differences(tmp_path, one, two):

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from ferrodist import DeviceMesh, DTensor, Partial, Replicate, Shard
 from ferrodist.backends.simulated import SimulatedBackend
-from ferrodist.tensor.local_shards import Box, FlatShard, annotate_flat_shard, flat_shard_of, local_shard
+from ferrodist.tensor.box import Box
+from ferrodist.tensor.local_shards import FlatShard, annotate_flat_shard, flat_shard_of, local_shard
 from ferrodist.tensor.spec import sizes_before_axis
 
 

@@ -14,7 +14,7 @@ TOLD = r"torch\.manual_seed was called by ranks that are threads, .* torch\.Gene
 @pytest.fixture(autouse=True)
 def nobody_was_warned(monkeypatch):
     """Each test begins as a process does, with a seed that no test sets."""
-    monkeypatch.setattr(ranks._Warned, "of_shared_generator", False)
+    monkeypatch.setattr(ranks, "_has_warned_of_shared_generator", False)
     with torch.random.fork_rng():
         torch.manual_seed(12345)
         yield
@@ -48,7 +48,7 @@ def test_a_failing_run_warns_too():
 
     with pytest.warns(UserWarning, match=TOLD), pytest.raises(RankFailedError):
         run_ranks(program, 2)
-    ranks._Warned.of_shared_generator = False
+    ranks._has_warned_of_shared_generator = False
     torch.manual_seed(12345)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

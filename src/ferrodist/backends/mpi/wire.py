@@ -22,8 +22,8 @@ HEADER_SIZE = _HEADER.size
 MAX_FRAME = HEADER_SIZE + MAX_PAYLOAD
 
 
-# On the wire, PING and PONG have other numbers than in TCP's frames. In a LEFT frame, `message` is the number of the
-# world's collectives that the source has entered, and in a PONG too.
+# MPI's frames lack DIED and READY, so that the codes of PING and PONG are not those of TCP's frames. In a LEFT frame,
+# `message` is the number of the world's collectives that the source has entered, and in a PONG too.
 _CODES = {kind: kind.value for kind in FrameType if kind <= FrameType.LEFT} | {FrameType.PING: 8, FrameType.PONG: 9}
 _TYPES = {code: kind for kind, code in _CODES.items()}
 

@@ -57,7 +57,7 @@ class NativeEngine:
         return self._group.timeout
 
     def reserve(self) -> int:
-        """Take the next position among the group's collectives."""
+        """Take the next sequence number of the group's collectives."""
         with self._reserving:
             if self.compiled is not None:
                 return int(self.compiled.reserve())

@@ -38,7 +38,7 @@ class NcclEngine:
         self._split_sizes = SplitSizeVerifier(group, executor.reporter())
 
     def reserve(self) -> int:
-        """Take the next position among the group's collectives on GPUs."""
+        """Take the next sequence number of the group's collectives on GPUs."""
         return self._executor.sequencer.reserve()
 
     def begin_async(self) -> None:

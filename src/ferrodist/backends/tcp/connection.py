@@ -6,22 +6,27 @@ import contextlib
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.backends.frame_type import URGENT
 from ferrodist.backends.tcp.wire import HEADER_SIZE, Frame
 from ferrodist.errors import AuthenticationError, ProtocolError
 from ferrodist.rendezvous.session import TAG_BYTES, Session
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _READ_AHEAD = 64 * 1024
 _FRAME_COST = 512  # bytes that a waiting frame counts for beside its payload, so that empty ones are bounded, too
 _DIRECT_READ = 16 * 1024  # reads of at least so many bytes bypass the read-ahead buffer
 
 
-# Consumer of a frame's payload: ``sink(fill, start, stop)`` lets ``fill`` write the payload's bytes from ``start`` to
-# ``stop``, and returns how many it wrote.
-Sink = Callable[[Callable[[memoryview], int], int, int], int]
+class Sink(Protocol):
+    """The consumer of a frame's payload, such as the buffer of a receive."""
+
+    def __call__(self, fill: Callable[[memoryview], int], start: int, stop: int, /) -> int:
+        """Have ``fill(buffer)`` write the payload's bytes from ``start`` to ``stop``; return how many it wrote."""
 
 
 @dataclass(slots=True, eq=False)

@@ -215,7 +215,7 @@ class UccDataPlane(DataPlane):
         A team that has failed, or has pending transfers, is left as it is.
         """
         with self._ucc_lock:
-            position = self.sequencer.position  # before refused collectives, which release their tickets too
+            position = self.sequencer.position  # before refused collectives, which release their numbers too
             self._is_leaving = not self._team.is_busy and self._control.failure is None
         if self._is_leaving:
             self._is_stopped.set()

@@ -36,7 +36,7 @@ from ferrodist.checkpoint.reader import DCP_METADATA_NAME as METADATA_NAME
 from ferrodist.checkpoint.reader import describe_foreign_format
 from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.errors import DistCheckpointError
-from ferrodist.tensor.local_shards import Box
+from ferrodist.tensor.box import Box
 from ferrodist.torch_private.tensors import checkpoint_offset
 from ferrodist.wording import with_article
 

@@ -24,7 +24,7 @@ from ferrodist.checkpoint.tools.rewrite import (
 )
 from ferrodist.checkpoint.writer import BLOCK_BYTES
 from ferrodist.errors import DistCheckpointError
-from ferrodist.tensor.local_shards import Box
+from ferrodist.tensor.box import Box
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ferrodist.checkpoint.reader import CheckpointReader, describe_foreign_forma
 from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.checkpoint.tools.rewrite import BoxSource, RewriteOptions, RewriteSource, rewrite
 from ferrodist.errors import DistCheckpointError
-from ferrodist.tensor.local_shards import Box
+from ferrodist.tensor.box import Box
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:

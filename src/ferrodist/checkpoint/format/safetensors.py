@@ -66,7 +66,7 @@ def to_safetensors(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, .
 
 def from_safetensors(st_dtype: str) -> str:
     """Return the name in manifests of a dtype of safetensors files."""
-    names = {**{own: name for name, own in _SAFETENSORS.items()}, **_READ_ONLY}
+    names = {**{st_dtype: name for name, st_dtype in _SAFETENSORS.items()}, **_READ_ONLY}
     if names.get(st_dtype) not in _DTYPES:
         raise ValueError(f"checkpoints don't carry the dtype {st_dtype!r}")
     return names[st_dtype]

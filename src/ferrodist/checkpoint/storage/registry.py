@@ -82,9 +82,9 @@ def _open_remote(url: str, protocol: str, options: Mapping[str, Any]) -> RemoteS
         ) from error
     # Not fsspec's shared instance, which may answer from cached listings. Asynchronous ones keep connections and take
     # tenths of a second to make, so checkpoints share one without the cache.
-    own = {"use_listings_cache": False} if issubclass(kind, AsyncFileSystem) else {"skip_instance_cache": True}
+    no_cache = {"use_listings_cache": False} if issubclass(kind, AsyncFileSystem) else {"skip_instance_cache": True}
     try:
-        fs = kind(**{**kind._get_kwargs_from_urls(url), **options, **own})
+        fs = kind(**{**kind._get_kwargs_from_urls(url), **options, **no_cache})
     except (TypeError, ValueError, KeyError) as error:
         raise ValueError(f"{url!r} can't be opened with these storage_options: {describe_error(error)}") from error
     except Exception as error:  # some connect at once

@@ -61,6 +61,15 @@ _MARKER = re.compile(r"\.saving-([0-9a-f]{12})")
 _MTIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "created")
 """The names of a file's modification time in various file systems."""
 
+_own_saves: weakref.WeakValueDictionary[str, RemoteStorage] = weakref.WeakValueDictionary()
+"""The unfinished saves of this process."""
+
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "obs", "tos"})
+"""Protocols of buckets: folders are name prefixes, never created or removed, and a put is atomic.
+
+Their ``makedirs`` would create a bucket.
+"""
+
 _ERRNOS: dict[type[OSError], int] = {
     FileNotFoundError: errno.ENOENT,
     PermissionError: errno.EACCES,
@@ -149,16 +158,6 @@ class RemoteWriter(FileWriter):
         finally:
             # Stores without uploads have the file already, and the response of a completed upload may be lost.
             self._fs.rm_file(self._path)
-
-
-_own_saves: weakref.WeakValueDictionary[str, RemoteStorage] = weakref.WeakValueDictionary()
-"""The unfinished saves of this process."""
-
-_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "obs", "tos"})
-"""Protocols of buckets: folders are name prefixes, never created or removed, and a put is atomic.
-
-Their ``makedirs`` would create a bucket.
-"""
 
 
 class RemoteStorage(Storage):

@@ -36,7 +36,7 @@ from ferrodist.checkpoint.writer import FileStream, row_major_bytes
 from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
 from ferrodist.deadline import Deadline, default_timeout
 from ferrodist.errors import DistCheckpointError
-from ferrodist.tensor.local_shards import Box
+from ferrodist.tensor.box import Box
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -46,6 +46,12 @@ ProgressCallback = Callable[[int, int], None]
 """Called with the bytes done, and their total."""
 ChooseDim = Callable[[str, tuple[int, ...]], int | None]
 """Returns the sharded dim for a tensor's key and shape; None leaves it whole."""
+
+DEFAULT_MEMORY_BYTES = 256 << 20
+_MIN_MEMORY_BYTES = 16 << 20
+_MAX_OPEN_FILES = 128
+_UPLOAD_BYTES = 32 << 20
+"""The memory that an open file in an object store may take."""
 
 ROW_BLOCK_BYTES = 16 << 20
 """The size of a block of rows; large enough to hide the latency of reads."""
@@ -88,13 +94,6 @@ class ProgressCounter:
         self._done += count
         if self._report is not None:
             self._report(self._done, self._total)
-
-
-DEFAULT_MEMORY_BYTES = 256 << 20
-_MIN_MEMORY_BYTES = 16 << 20
-_MAX_OPEN_FILES = 128
-_UPLOAD_BYTES = 32 << 20
-"""The memory that an open file in an object store may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,7 +75,7 @@ class HostStagedEngine:
         group.on_close(self._free_pipelines)
 
     def reserve(self) -> int:
-        """Take the next position among the group's collectives."""
+        """Take the next sequence number of the group's collectives."""
         return self._sequencer.reserve(host_engine_of(self._group).reserve)
 
     def await_turn(self, sequence: int) -> None:

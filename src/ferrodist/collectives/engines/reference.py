@@ -65,7 +65,7 @@ class ReferenceEngine:
         self._group = group
 
     def reserve(self) -> int:
-        """Take the next position among the group's collectives."""
+        """Take the next sequence number of the group's collectives."""
         return self._group.verifier.reserve()
 
     def await_turn(self, sequence: int) -> None:

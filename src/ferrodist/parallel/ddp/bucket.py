@@ -199,52 +199,54 @@ class GradientBucket:
             for parameter, view in zip(self.parameters, self.gradients, strict=True)
         )
 
-    def copy_in(self, slot: int) -> None:
+    def copy_in(self, index_in_bucket: int) -> None:
         """Copy a gradient that has just arrived, and make ``.grad`` a view of it; see [Note: memory of buckets]."""
-        gradient = self.parameters[slot].grad
+        gradient = self.parameters[index_in_bucket].grad
         if self._as_views and gradient is not None and gradient.layout is torch.strided:
-            self._copy_gradient(slot, gradient)
+            self._copy_gradient(index_in_bucket, gradient)
 
-    def _copy_gradient(self, slot: int, gradient: torch.Tensor) -> None:
-        if not self._is_installed(slot, gradient):
-            self.gradients[slot].copy_(gradient)
+    def _copy_gradient(self, index_in_bucket: int, gradient: torch.Tensor) -> None:
+        if not self._is_installed(index_in_bucket, gradient):
+            self.gradients[index_in_bucket].copy_(gradient)
             if self._as_views:
-                self._install_view(slot)
+                self._install_view(index_in_bucket)
 
-    def _is_installed(self, slot: int, gradient: torch.Tensor | None) -> bool:
+    def _is_installed(self, index_in_bucket: int, gradient: torch.Tensor | None) -> bool:
         """True if a gradient is the view that `_install_view` made, still with its memory."""
         return (
-            gradient is not None and gradient is self._views[slot] and gradient.data_ptr() == self._view_addresses[slot]
+            gradient is not None
+            and gradient is self._views[index_in_bucket]
+            and gradient.data_ptr() == self._view_addresses[index_in_bucket]
         )
 
-    def _install_view(self, slot: int) -> None:
+    def _install_view(self, index_in_bucket: int) -> None:
         """Set the parameter's ``.grad`` to its view of the bucket."""
-        view = self._views[slot]
-        if view is None or not self._is_installed(slot, view):
-            view = self._views[slot] = self.gradients[slot].detach()
-        self.parameters[slot].grad = view
+        view = self._views[index_in_bucket]
+        if view is None or not self._is_installed(index_in_bucket, view):
+            view = self._views[index_in_bucket] = self.gradients[index_in_bucket].detach()
+        self.parameters[index_in_bucket].grad = view
 
     @torch.no_grad()
-    def start(self, hook: CommHook | None, *, is_idle: bool, timeout: float | None = None) -> None:
-        """Fill the bucket, with zeros if this rank ``is_idle``, and start its reduction: an allreduce, or the hook's.
+    def start(self, hook: CommHook | None, *, is_joined: bool, timeout: float | None = None) -> None:
+        """Fill the bucket, with zeros if this rank ``is_joined``, and start its reduction: an allreduce, or the hook's.
 
         ``timeout`` is in seconds, for each collective, also the hook's; None uses the group's.
         """
         self._timeout = timeout
         self._trailer.copy_(self._full_trailer)
         self.absent.clear()
-        if is_idle:
+        if is_joined:
             self.absent += self.names
             self._memory[: len(self._memory) - len(self._full_trailer) + 2 * len(self.parameters)].zero_()
         else:
-            for slot, parameter in enumerate(self.parameters):
+            for index_in_bucket, parameter in enumerate(self.parameters):
                 if parameter.grad is None:
-                    self.absent.append(self.names[slot])
-                    self.gradients[slot].zero_()
-                    self._trailer[slot] = 0
-                    self._trailer[len(self.parameters) + slot] = 1
+                    self.absent.append(self.names[index_in_bucket])
+                    self.gradients[index_in_bucket].zero_()
+                    self._trailer[index_in_bucket] = 0
+                    self._trailer[len(self.parameters) + index_in_bucket] = 1
                 else:
-                    self._copy_gradient(slot, parameter.grad)
+                    self._copy_gradient(index_in_bucket, parameter.grad)
         if hook is None:
             self._pending = [
                 async_allreduce(self._memory, ReduceOp.MEAN, group=self.group, out=self._memory, timeout=timeout)
@@ -290,22 +292,24 @@ class GradientBucket:
         return [name for name, some, others in zip(self.names, have, lack, strict=True) if abs(some) and abs(others)]
 
     @torch.no_grad()
-    def finish(self, scale: float, *, is_idle: bool) -> None:
+    def finish(self, scale: float, *, is_joined: bool) -> None:
         """Multiply the averages by ``scale`` and copy them to gradients that are not views, which hold them already.
 
-        Gradients stay None where no rank has one. On a rank that ``is_idle`` they stay as they are, though views then
+        Gradients stay None where no rank has one. On a rank that ``is_joined`` they stay as they are, though views then
         hold the others' averages.
         """
         if scale != 1.0:
             self.tensor.mul_(scale)
-        if is_idle:
+        if is_joined:
             return
-        for slot, (parameter, average) in enumerate(zip(self.parameters, self.gradients, strict=True)):
+        for index_in_bucket, (parameter, average) in enumerate(zip(self.parameters, self.gradients, strict=True)):
             gradient = parameter.grad
-            if self._is_installed(slot, gradient) or (gradient is None and not abs(self._grad_mask[slot])):
+            if self._is_installed(index_in_bucket, gradient) or (
+                gradient is None and not abs(self._grad_mask[index_in_bucket])
+            ):
                 continue
             if self._as_views:
-                self._install_view(slot)
+                self._install_view(index_in_bucket)
             elif (
                 gradient is not None  # copy_ fails on expanded tensors, and on those made under inference_mode
                 and not gradient.is_inference()

@@ -274,7 +274,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
             group=self._group,
             title=self._title(),
             broadcast_buffers=partial(self._broadcast_buffers, "Before forward"),
-            shadow_round=lambda: self._refresh_reducer().reduce(is_idle=True),
+            reduce_without_batch=lambda: self._refresh_reducer().reduce(is_joined=True),
             broadcast_model=self.broadcast_parameters,
             divides_by_all=divide_by_initial_world_size,
             raises_early=throw_on_early_termination,

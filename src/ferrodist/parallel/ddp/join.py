@@ -43,16 +43,16 @@ _EVENT_TEXTS = {Event.DONE: "is done", Event.FORWARD: "calls forward", Event.ROU
 class Join:
     """The block of `DDP.join`, for any model that is given as three functions; see [Note: events].
 
-    ``broadcast_buffers(root)`` and ``shadow_round()`` are a rank's part of the collectives before forward and of a
-    reduction, without gradients of its own; ``broadcast_model(root)`` sends one rank's parameters and buffers to all.
-    With ``divides_by_all`` averages count ranks without a batch too; with ``raises_early`` every rank raises as soon as
-    one is done.
+    ``broadcast_buffers(root)`` and ``reduce_without_batch()`` are a rank's part of the collectives before forward and
+    of a reduction, without gradients of its own; ``broadcast_model(root)`` sends one rank's parameters and buffers to
+    all. With ``divides_by_all`` averages count ranks without a batch too; with ``raises_early`` every rank raises as
+    soon as one is done.
     """
 
     group: Backend
     title: str
     broadcast_buffers: Callable[[int], None]
-    shadow_round: Callable[[], None]
+    reduce_without_batch: Callable[[], None]
     broadcast_model: Callable[[int], None]
     divides_by_all: bool
     raises_early: bool
@@ -74,7 +74,7 @@ class Join:
                 if event is Event.FORWARD:
                     self.broadcast_buffers(self._active[0])
                 else:
-                    self.shadow_round()
+                    self.reduce_without_batch()
             if len(self._active) < self.group.world_size:
                 self.broadcast_model(self._active[0])
         elif not self._has_raised and self.group.failure is None:

@@ -20,7 +20,7 @@ ends the round at once, with the same two outcomes.
 
 [Note: indices]
 A *param_id* is a parameter's index when the reducer was made, a *position* its index in the present order of gradients,
-a *bucket_index* the index of its bucket, and a *slot* its index there.
+a *bucket_index* the index of its bucket, and *index_in_bucket* its index there.
 
 [Note: rebuilding buckets]
 The first buckets suppose that gradients arrive in the reverse order of the parameters. The first round notes the actual
@@ -201,25 +201,27 @@ class Reducer:
             is_symmetric=is_symmetric,
         )
         locations = {
-            position: (index, slot) for index, spec in enumerate(specs) for slot, position in enumerate(spec.members)
+            position: (index, index_in_bucket)
+            for index, spec in enumerate(specs)
+            for index_in_bucket, position in enumerate(spec.members)
         }
         self._locations = [locations[position] for position in range(len(self._ordered))]
         self._round = BackwardRound([index for index, _ in self._locations], is_static=self._options.static_graph)
 
-    def reduce(self, timeout: float | None = None, *, one_by_one: bool = False, is_idle: bool = False) -> None:
+    def reduce(self, timeout: float | None = None, *, one_by_one: bool = False, is_joined: bool = False) -> None:
         """Close the round, or run a complete one: on return every gradient is the mean over the ranks.
 
-        With ``one_by_one`` a bucket starts when the one before it has ended. An ``is_idle`` rank has no batch, and only
-        helps the others.
+        With ``one_by_one`` a bucket starts when the one before it has ended. An ``is_joined`` rank has no batch, and
+        only helps the others.
         """
         self._count_missed()
         with self._abort_on_error():
             self._check_dense(self._num_started)
             if not one_by_one:
-                self._start_buckets(len(self.buckets), timeout, is_idle=is_idle)
+                self._start_buckets(len(self.buckets), timeout, is_joined=is_joined)
             self._check_unchanged()
             for index, bucket in enumerate(self.buckets):
-                self._start_buckets(index + 1, timeout, is_idle=is_idle)
+                self._start_buckets(index + 1, timeout, is_joined=is_joined)
                 with add_error_context(lambda index=index: self._describe_bucket(index), _ADVICE):  # type: ignore[misc]
                     bucket.wait()
             position = self._round.find_missing()
@@ -233,12 +235,12 @@ class Reducer:
             may_be_uneven = self._options.find_unused_parameters or self._options.static_graph
             uneven = [] if may_be_uneven else [name for each in self.buckets for name in each.find_uneven()]
             for bucket in self.buckets:
-                bucket.finish(self._scale, is_idle=is_idle)
+                bucket.finish(self._scale, is_joined=is_joined)
         self.has_unreduced_gradients = False
         arrived = list(self._round.counts)
         self._reset_round(is_complete=True)
         if uneven:
-            self._raise_uneven(uneven, is_idle=is_idle)
+            self._raise_uneven(uneven, is_joined=is_joined)
         if not self._is_rebuilt:
             self._rebuild_buckets(arrived)
         if self.after_round is not None:
@@ -291,20 +293,20 @@ class Reducer:
     def on_ready(self, param_id: int) -> None:
         """A gradient is final: copy it into its bucket, and start the buckets that are now complete."""
         position = self._positions[param_id]
-        bucket_index, slot = self._locations[position]
+        bucket_index, index_in_bucket = self._locations[position]
         if not self.is_syncing:
-            self.buckets[bucket_index].copy_in(slot)
+            self.buckets[bucket_index].copy_in(index_in_bucket)
             return
         if bucket_index < self._num_started:
             self._raise_late(position)
         self._round.count_gradient(position)
-        self.buckets[bucket_index].copy_in(slot)
+        self.buckets[bucket_index].copy_in(index_in_bucket)
         end = self._round.first_incomplete(self._num_started)
         if end > self._num_started:
             with self._abort_on_error():
                 self._start_buckets(end)
 
-    def _start_buckets(self, end: int, timeout: float | None = None, *, is_idle: bool = False) -> None:
+    def _start_buckets(self, end: int, timeout: float | None = None, *, is_joined: bool = False) -> None:
         """Start the buckets before index ``end`` that have not started, or none of them if one has a wrong gradient."""
         if self._num_started >= end:
             return
@@ -314,7 +316,7 @@ class Reducer:
         while self._num_started < end:
             index = self._num_started
             self._num_started += 1  # before the start, which an interrupt may end
-            self.buckets[index].start(self._options.comm_hook, is_idle=is_idle, timeout=timeout)
+            self.buckets[index].start(self._options.comm_hook, is_joined=is_joined, timeout=timeout)
 
     def _check_dense(self, first: int, end: int | None = None) -> None:
         for bucket in self.buckets[first:end]:
@@ -355,12 +357,12 @@ class Reducer:
         new_positions = {old_position: position for position, old_position in enumerate(old_positions)}
         self._positions = [new_positions[position] for position in self._positions]
         with torch.no_grad():
-            for bucket_index, slot in self._locations:
-                self.buckets[bucket_index].copy_in(slot)
+            for bucket_index, index_in_bucket in self._locations:
+                self.buckets[bucket_index].copy_in(index_in_bucket)
 
-    def _raise_uneven(self, names: list[str], *, is_idle: bool) -> None:
+    def _raise_uneven(self, names: list[str], *, is_joined: bool) -> None:
         """Raise, on all ranks, for parameters that only some ranks have a gradient for."""
-        lacking = [name for bucket in self.buckets for name in bucket.absent if name in names and not is_idle]
+        lacking = [name for bucket in self.buckets for name in bucket.absent if name in names and not is_joined]
         everyone = all_gather_object(lacking, group=self._group)
         first = names[0]
         ranks = tuple(rank for rank, theirs in enumerate(everyone) if first in theirs)

@@ -9,7 +9,7 @@
     flat_layout.py     offsets of parameters and shards         flat_memory.py       shared memory of one host
     flat_shard.py      shards as tensors, for torch's norms     dtensor_params.py    parameters that are DTensors
     clip_grad.py       norms of sharded gradients               state_dict.py        the model's state dict
-                                                                optim_state_dict.py  the optimizer's state dict
+    layout_ids.py      ids that tell layouts apart              optim_state_dict.py  the optimizer's state dict
 """
 
 from ferrodist.parallel.fsdp.config import MixedPrecision, ShardingStrategy

@@ -122,9 +122,10 @@ ShardingStrategy.NO_SHARD = ShardingStrategy(name="NO_SHARD", is_sharded=False, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardAxes:
-    """The ranks of a model, as a grid: a row shards one replica, a column holds the same shard of each replica.
+    """The groups of this rank along the two axes of a model's grid of ranks.
 
-    ``shard`` and ``replicate`` are this rank's row and column, None if of one rank. Over ``other_groups`` parameters
+    The ranks of ``shard`` divide one replica, those of ``replicate`` hold the same shard of each replica. A group of
+    one rank is None. Over ``other_groups`` parameters
     are DTensors: each of their ranks is in another grid. See [Note: sharded DTensors] in `dtensor_params.py`.
     """
 
@@ -158,8 +159,8 @@ class ShardAxes:
             size = 1 if not strategy.is_sharded else strategy.shard_size or world_size
             if world_size % size:
                 raise ValueError(
-                    f"{strategy.name} can't divide {counted(world_size, 'rank')} into rows of {size}: pass a size that"
-                    " divides the world size"
+                    f"{strategy.name} can't divide {counted(world_size, 'rank')} into groups of {size}: pass a size"
+                    " that divides the world size"
                 )
             mesh = DeviceMesh(group.group, (world_size // size, size))
         elif group.ndim == 2 and strategy.is_sharded and strategy.shard_size is None:

@@ -1,7 +1,6 @@
-"""Layout of a unit's parameters in a flat tensor and of its shards, and ids that tell a group's layouts apart.
+"""Layout of a unit's parameters in a flat tensor and of its shards, the same on all ranks.
 
-Both are the same on all ranks without a message: a layout depends on shapes and the number of ranks alone, and all
-ranks make their layouts, which claim ids in the group's attachments, in one order.
+A layout depends on shapes and the number of ranks alone, but for the ids that it claims in its group when it is made.
 
 [Note: flat units]
 The parameters of a unit that have one dtype lie end to end in one flat tensor (row-major, or in the dim order of a
@@ -13,37 +12,21 @@ shard on two or more ranks; a rank's local shard may be empty.
 Gradients travel in *rows*, one for each rank that divides the unit: the rank's shard, and behind it a gradient mask
 with one element for each parameter: 1 from a rank that has a gradient for it, else 0. So a gradient that no rank has
 stays None, as in one process, and optimizers skip it.
-
-[Note: ids of layouts]
-*Problem*: ranks whose forwards took different branches must not compute with each other's parameters.
-
-*Ids*: each collective compares its number of elements and its dim of concatenation between ranks anyway, so layouts
-that differ in one of them can't be confused, and no message is added. To gather, layouts with shards of one size use
-different dims: of two with shards of 1024 elements, the first concatenates shards of shape (1024,) along dim 0, the
-second shards of shape (1, 1024) along dim 1, which puts the elements in the same order. From the 32nd layout of a size
-on the last dim is shared, and each gathering is followed by a token whose number of elements is the layout's own, as it
-is for shards that are used in shared memory. To reduce, rows are padded to a number of elements that no other layout
-has. Shards are not padded for this: their size depends on nothing but the unit's shapes and the number of ranks, so
-that a saved state fits a model that is made later.
-
-*Release*: an id is free again when all ranks have found its layout collected, which they ask each other when they make
-the next FSDP: garbage collection happens at a different time on each rank.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import defaultdict
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ferrodist.collectives.arguments import offsets_of
+from ferrodist.parallel.fsdp.layout_ids import layout_ids
 from ferrodist.tensor.local_shards import invert_order
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from ferrodist.backends.base import Backend
 
@@ -53,8 +36,6 @@ _PAGE_BYTES, _SMALL_BYTES = 4096, 65536
 """Shards from the second size on are whole pages, so that they can be mapped one behind the other."""
 
 _NUM_DIMS = 32  # half of the number that torch allows
-
-_ATTACHMENT = "parallel.fsdp.layout_ids"
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -72,8 +53,7 @@ class FlatLayout:
     """Offsets of some parameters in a flat tensor, and of its shards; see [Note: flat units].
 
     Shards have the ``shard_dtype``, are gathered in the ``param_dtype`` and get gradients in the ``reduce_dtype``.
-    ``dim_orders`` are from `dim_order`, and ``group`` is that in which this layout gets an id; see [Note: ids of
-    layouts].
+    ``dim_orders`` are from `dim_order`, and ``group`` is that in which this layout gets an id; see `layout_ids.py`.
     """
 
     def __init__(
@@ -153,45 +133,6 @@ def dim_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     row_major = torch.empty(tensor.shape, device="meta").stride()
     last = torch.empty(tensor.shape, device="meta", memory_format=_CHANNELS_LAST[tensor.ndim]).stride()
     return (0, *range(2, tensor.ndim), 1) if tensor.stride() == last != row_major else None
-
-
-class _LayoutIds:
-    """The ids of a group's layouts; all ranks claim and release them in one order."""
-
-    def __init__(self) -> None:
-        self._taken: defaultdict[str, set[int]] = defaultdict(set)
-        self._claims: list[tuple[weakref.ref[FlatLayout], list[tuple[str, int]]]] = []
-
-    def begin(self, layout: FlatLayout) -> None:
-        """Start the claims of another layout."""
-        self._claims.append((weakref.ref(layout), []))
-
-    def claim(self, kind: str, first: int, *, step: int = 1) -> int:
-        """Claim the smallest free id of a kind among ``first``, ``first + step``, ..."""
-        taken = self._taken[kind]
-        claimed = first
-        while claimed in taken:
-            claimed += step
-        taken.add(claimed)
-        self._claims[-1][1].append((kind, claimed))
-        return claimed
-
-    def find_collected(self) -> list[int]:
-        """Indices of the layouts that this rank has collected."""
-        return [index for index, (layout, _) in enumerate(self._claims) if layout() is None]
-
-    def release(self, indices: Collection[int]) -> None:
-        """Release the ids of layouts that all ranks have collected; all ranks release the same."""
-        for index in indices:
-            for kind, claimed in self._claims[index][1]:
-                self._taken[kind].discard(claimed)
-        self._claims = [claim for index, claim in enumerate(self._claims) if index not in indices]
-
-
-def layout_ids(group: Backend) -> _LayoutIds:
-    """The ids of a group's layouts."""
-    ids: _LayoutIds = group.attachments.setdefault(_ATTACHMENT, _LayoutIds())
-    return ids
 
 
 def _align(size: int, alignment: int = _ALIGNMENT) -> int:

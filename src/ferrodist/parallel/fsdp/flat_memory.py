@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ferrodist.collectives.symmetric_memory import empty_joined, empty_symmetric
+from ferrodist.collectives.symmetric_memory import empty_symmetric, empty_with_views
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ def allocate_shards(layouts: Sequence[FlatLayout], group: Backend | None, device
             shared[index] = (start, size_bytes)
         end = start + size_bytes + (layout.shard_size * layout.param_dtype.itemsize if is_cast else 0)
         slices.append((slice(start, start + size_bytes), slice(start + size_bytes, end)))
-    region, views = empty_joined(end, list(shared.values()), group=group)
+    region, views = empty_with_views(end, list(shared.values()), group=group)
     region.zero_()
     views_by_index = dict(zip(shared, views, strict=False))
     return [

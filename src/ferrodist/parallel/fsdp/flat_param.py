@@ -202,7 +202,7 @@ class FlatParameters:
         self._addresses: list[int] = []  # of the local shards
         self.on_gradient: Callable[[], None] | None = None  # called when a full parameter has a new gradient
         self._gathering: PendingCollective[torch.Tensor] | None = None
-        # The token of [Note: ids of layouts] in `flat_layout.py`, and those of all ranks.
+        # The token of [Note: ids of layouts] in `layout_ids.py`, and those of all ranks.
         self._needs_token = self.uses_shared_view or (layout.needs_disambiguation_token and axes.shard is not None)
         self._token = torch.zeros(layout.index + 1, dtype=torch.uint8, device=self.shard.device)
         self._tokens = self._token.new_empty(layout.num_shards * self._token.numel())

@@ -14,9 +14,10 @@ from ferrodist.collectives.reduce_op import ReduceOp, check_dtype, check_reducti
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError, add_error_context
 from ferrodist.parallel.fsdp.dtensor_params import local_tensor, spec_of
-from ferrodist.parallel.fsdp.flat_layout import FlatLayout, dim_order, layout_ids
+from ferrodist.parallel.fsdp.flat_layout import FlatLayout, dim_order
 from ferrodist.parallel.fsdp.flat_memory import allocate_shards
 from ferrodist.parallel.fsdp.flat_param import FlatParameters
+from ferrodist.parallel.fsdp.layout_ids import layout_ids
 from ferrodist.parallel.fsdp.unit import Unit
 from ferrodist.parallel.module_init import (
     describe,

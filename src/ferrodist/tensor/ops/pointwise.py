@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, einsum_strategies, rule_table
+from ferrodist.tensor.ops.view import EXTREMA_AND_PRODUCT
 from ferrodist.tensor.placement import Partial, Shard
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.operators import schema_of
@@ -16,6 +16,7 @@ from ferrodist.torch_private.operators import schema_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ferrodist.collectives.reduce_op import ReduceOp
     from ferrodist.tensor.op_strategy import LocalFunction, OpCall, OpStrategy
 
     InputGroups = Sequence[Sequence[int]]  # groups of inputs in which an operator is linear; see `EinsumPattern.linear`
@@ -139,7 +140,7 @@ _foreach_sqrt _foreach_sqrt_ _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagr
 
 RULES = rule_table(
     (
-        _rule(_linear_in_first, (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)),
+        _rule(_linear_in_first, EXTREMA_AND_PRODUCT),
         "alias clone detach lift_fresh detach_ positive",
     ),
     (

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ferrodist.backends.native.shared_view import ContiguousSharedView
-from ferrodist.collectives.symmetric_memory import empty_joined
+from ferrodist.collectives.symmetric_memory import empty_with_views
 from ferrodist.testing import run_ranks
 
 PAGE = 4096
@@ -22,7 +22,7 @@ def test_a_view_shows_what_all_ranks_write_and_keeps_its_own_changes(backend):
     """Writes to it are visible to its rank only, until it is restored."""
 
     def program(group):
-        own, (first, second) = empty_joined(3 * PAGE, [(0, PAGE), (2 * PAGE, PAGE)], group=group)
+        own, (first, second) = empty_with_views(3 * PAGE, [(0, PAGE), (2 * PAGE, PAGE)], group=group)
         own.fill_(group.rank + 1)
         own[2 * PAGE :] += 10
         group.barrier()
@@ -47,7 +47,7 @@ def test_a_view_lives_as_long_as_a_tensor_in_it():
 
     def program(group):
         before = num_mappings()
-        own, (view,) = empty_joined(PAGE, [(0, PAGE)], group=group)
+        own, (view,) = empty_with_views(PAGE, [(0, PAGE)], group=group)
         own.fill_(7)
         part = view.tensor[PAGE:].view(torch.int64)
         del view, own
@@ -73,7 +73,7 @@ def test_backends_without_shared_memory_give_no_views():
     """There each rank's memory is its own."""
 
     def program(group):
-        own, views = empty_joined(PAGE, [(0, PAGE)], group=group)
+        own, views = empty_with_views(PAGE, [(0, PAGE)], group=group)
         return own.shape, views
 
     assert run_ranks(program, 2) == [((PAGE,), [])] * 2

@@ -246,7 +246,7 @@ def test_wrong_arguments():
             ("cpu_offload must be", {"cpu_offload": 1}),
             ("wrap must be", {"wrap": 5}),
             ("init must be", {"init": 5}),
-            ("rows of 3", {"strategy": ShardingStrategy.hybrid(3)}),
+            ("groups of 3", {"strategy": ShardingStrategy.hybrid(3)}),
         ]:
             with pytest.raises((TypeError, ValueError), match=message):
                 FSDP(layer, group, **keywords)

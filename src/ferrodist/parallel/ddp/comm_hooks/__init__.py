@@ -2,9 +2,11 @@
 
 ::
 
-    compression.py   allreduce, float16_compression, bfloat16_compression; Continued, for collectives with later steps
-    power_sgd.py     PowerSGD      low-rank matrices, with error feedback
-    top_k.py         TopK          the largest elements, with error feedback
+    compression.py      allreduce, float16_compression, bfloat16_compression
+    power_sgd.py        PowerSGD: low-rank matrices, with error feedback
+    top_k.py            TopK: the largest elements, with error feedback
+    continued.py        Continued: a collective with later steps, for custom hooks too
+    error_feedback.py   the part of gradients that a lossy hook has not sent so far
 
 A custom hook starts one or more collectives on ``bucket.tensor`` (all gradients, flat), ``bucket.gradients`` (one
 tensor for each parameter) or copies of them, with ``group=bucket.group``, and returns a `PendingCollective` whose
@@ -13,11 +15,11 @@ Ranks compare hooks when a DDP is made: by name, or by the text of their method 
 """
 
 from ferrodist.parallel.ddp.comm_hooks.compression import (
-    Continued,
     allreduce,
     bfloat16_compression,
     float16_compression,
 )
+from ferrodist.parallel.ddp.comm_hooks.continued import Continued
 from ferrodist.parallel.ddp.comm_hooks.power_sgd import PowerSGD
 from ferrodist.parallel.ddp.comm_hooks.top_k import TopK
 

@@ -14,7 +14,9 @@ import torch
 from ferrodist.arguments import check_int
 from ferrodist.collectives.reduce import async_allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.parallel.ddp.comm_hooks.compression import Continued, ErrorFeedback, allreduce
+from ferrodist.parallel.ddp.comm_hooks.compression import allreduce
+from ferrodist.parallel.ddp.comm_hooks.continued import Continued
+from ferrodist.parallel.ddp.comm_hooks.error_feedback import ErrorFeedback
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.collectives.all_gather import async_all_gather
-from ferrodist.parallel.ddp.comm_hooks.compression import Continued, ErrorFeedback, allreduce
+from ferrodist.parallel.ddp.comm_hooks.compression import allreduce
+from ferrodist.parallel.ddp.comm_hooks.continued import Continued
+from ferrodist.parallel.ddp.comm_hooks.error_feedback import ErrorFeedback
 
 if TYPE_CHECKING:
     from ferrodist.collectives.work import PendingCollective

@@ -35,7 +35,7 @@ def ranks_outside_the_group_are_refused(group: Backend) -> None:
 
 @rank_check()
 def a_rank_does_not_talk_to_itself(group: Backend) -> None:
-    """The own rank as a peer raises `SelfSendError`, which names it."""
+    """A rank's own number as a peer raises `SelfSendError`, which names it."""
     for name, call in _calls_with_peer(group, group.rank).items():
         error = error_of(SelfSendError, call, f"{name} with its own rank")
         assert error.ranks == (group.rank,), f"{name} with its own rank names {error.ranks}"

@@ -1,7 +1,8 @@
 """The oracle of the collective checks: expected results, computed with NumPy from the rules of [Note: fold] alone.
 
-Nothing here calls ferrodist's arithmetic. Floats of 8 and 16 bits are decoded and rounded by their definition, from the
-bits of all their values, so a conversion that torch does differently would be found too.
+That note is in `ferrodist.collectives.reduce_op`. Nothing here calls ferrodist's arithmetic. Floats of 8 and 16 bits
+are decoded and rounded by their definition, from the bits of all their values, so a conversion that torch does
+differently would be found too.
 """
 
 from __future__ import annotations
