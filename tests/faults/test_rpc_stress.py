@@ -315,7 +315,7 @@ class Rank:
         found = {f"keeps {each.id}": each.handle() or each.counts or "what was registered" for each in kept}
         found["registered"] = [vars(each) for each in table._transfers.by_key.values()]
         found |= {f"has {id_}": held.handle() or held.count for id_, held in list(table._used.items())}
-        found["calls"] = agent.statistics().in_flight + len(agent._client.pending._calls)
+        found["calls"] = agent.statistics().in_flight + len(agent._client.pending_calls._calls)
         peers = list(agent._peers._peers.values())
         found["served"] = sum(len(peer.incoming) for peer in peers) + len(agent._server.serving)
         found["slots"] = sum(1024 - peer.window._num_free for peer in peers)
@@ -650,7 +650,7 @@ def test_agents_are_closed_at_any_moment(backend):
         assert took < PATIENCE / 2
         assert not found
         assert agent.statistics().in_flight == 0
-        assert not agent._client.pending._calls
+        assert not agent._client.pending_calls._calls
 
     functions = {"plus": plus, "plus_later": plus_later, "bounce": bounce, "sleep": sleep}
     functions["plus_of_tensor"] = plus_of_tensor

@@ -10,7 +10,8 @@
     delegating_backend.py  groups over a control group          group_observer.py  its events, for a data plane
     mailbox.py         matches messages with receives           mailbox_backend.py the control plane over a mailbox
     framed_backend.py  messages as frames: TCP and MPI          frame_type.py      their types
-    request.py         Request, persistent receives, events     polling.py         waits without completions
+    request.py         Request: what has started                polling.py         waits without completions
+    persistent_recv.py persistent receives, wait events
     collective_op.py   a collective call as a value             signature.py       its 192 bytes that ranks compare
     verification.py    the comparison                           sequencer.py       ordered execution
     liveness.py        which ranks respond                      stragglers.py      warnings about late ranks

@@ -55,7 +55,7 @@ class FastPath(NamedTuple):
     native/bindings/fast_path.cpp and `ferrodist.collectives.fast_path` read it.
     """
 
-    communicator: Any  # None until the group's first collective opens it
+    communicator: Any  # None until the group's first collective opens it, in backends/native/engine.py
     timeout: float  # the group's, in seconds
     engine: Any  # makes errors of the communicator's failures
     p2p: Any

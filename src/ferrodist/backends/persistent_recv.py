@@ -35,7 +35,11 @@ class WaitEvent(Protocol):
         """End the current wait, or the next one."""
 
     def wait(self, timeout: float) -> bool:
-        """Wait at most ``timeout`` seconds until the event is set, and clear it; whether it was set."""
+        """Wait at most ``timeout`` seconds until the event is set, and clear it; whether it was set.
+
+        Where waiting threads drive progress, as in a native group, the waiting thread moves the group's messages and
+        runs the callbacks of persistent receives.
+        """
 
 
 class LockWaitEvent:

@@ -153,9 +153,11 @@ class Save:
         ``action`` names the opening, for messages. ``earlier_error``, if a rank has one, is raised on all.
         """
         phase, exchange = Phase(action, str(self._path)), Rank0Exchange(self._group, deadline)
-        report = partial(self._open_and_report, state, phase, earlier_error)
+        make_report = partial(self._open_and_report, state, phase, earlier_error)
         try:
-            own_files = exchange.run(phase, report, "plan a checkpoint", self._make_plan)
+            own_files = exchange.run(
+                phase, make=make_report, answer_action="plan a checkpoint", answer=self._plan_and_begin
+            )
         except BaseException as error:
             if exchange.rank0_may_have_acted:
                 self.discard(error)
@@ -194,8 +196,8 @@ class Save:
             boxes.append(BoxReport(box.offsets, box.shape, digest, self._partials.addend(tensor)))
         return TensorReport(tuple(shard.shape), dtype_name(shard.dtype), shard.placement, boxes, encoder.paths[key])
 
-    def _make_plan(self, encoded: Sequence[bytes]) -> list[bytes]:
-        """Plan for all ranks, on rank 0; return each rank's encoded files."""
+    def _plan_and_begin(self, encoded: Sequence[bytes]) -> list[bytes]:
+        """Plan for all ranks and begin the save in the storage, on rank 0; return each rank's encoded files."""
         reports = [msgspec.msgpack.decode(each, type=StateReport) for each in encoded]
         save_id = uuid.uuid4().hex[:12]
         check_owned(self.storage)
@@ -214,9 +216,14 @@ class Save:
         url, exchange = self.storage.url, Rank0Exchange(group, deadline)
         try:
             # A step of its own; see [Note: five collectives].
-            reports = call_on_all(partial(self._write, find), "write a checkpoint", url, group, deadline)
+            encoded_reports = call_on_all(partial(self._write, find), "write a checkpoint", url, group, deadline)
             phase = Phase("commit a checkpoint", url)
-            exchange.run(phase, lambda: reports, phase.action, partial(self._commit, deadline))
+            exchange.run(
+                phase,
+                make=lambda: encoded_reports,
+                answer_action=phase.action,
+                answer=partial(self._commit, deadline),
+            )
         except BaseException as error:
             # Once rank 0 may have all reports it may commit at any moment, whatever becomes of the group: as long as it
             # lives the files are not for other ranks to remove.

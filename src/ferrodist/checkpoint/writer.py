@@ -138,7 +138,7 @@ def write_file(
             data = row_major_bytes(find(span))
             for at in range(0, len(data), _WRITE_BYTES):
                 stream.add(span, data[at : at + _WRITE_BYTES])
-        stream.close()
+        stream.close()  # for files without bytes: else the last `add` has closed it
     except BaseException:
         stream.discard()
         raise

@@ -344,7 +344,7 @@ def _check(operation: Send | Recv, group: Backend) -> None:
 
 def start_tensor_send(tensor: torch.Tensor, dst: int, *, tag: int = 0, group: Backend) -> list[Request]:
     """Start `send` of a checked tensor, which must not change until the requests, often none, are done."""
-    progress = fast_send(tensor, dst, tag, group, 0.0)
+    progress = fast_send(tensor, dst, tag, group, 0.0)  # doesn't wait; `_continue_send` starts the rest
     return [] if progress is None else _continue_send(group, Send(tensor, dst, tag), progress)
 
 

@@ -6,7 +6,7 @@ out-of-band: each is sent by itself.
 
     length of the header | header: tree spec; dtype, shape, offset of each tensor | padding | in-band tensors
 
-So a small value costs one message. Tensors on a GPU are copied to the host.
+So a small value costs one send. Tensors on a GPU are copied to the host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _MAX_INBAND_BYTES = 240 << 10
-"""Up to here a copy costs less than another message, and the engine takes the message at once."""
+"""Up to here a copy costs less than another send, and engines take the encoded value without asking the receiver."""
 
 _ALIGNMENT = 64
 _LENGTH = struct.Struct("<Q")

@@ -253,7 +253,7 @@ class RpcAgent:
 
     def statistics(self) -> RpcStatistics:
         """Counters and latencies of the calls made and served so far."""
-        return self._client.metrics.snapshot(self._client.pending.num_in_flight)
+        return self._client.metrics.snapshot(self._client.pending_calls.num_in_flight)
 
     def broadcast_call(self, name: str, /, *arguments: Any, timeout: float | None = None, **keywords: Any) -> list[Any]:
         """Call a function of all ranks, this one too, and wait for all results.
@@ -301,7 +301,7 @@ class RpcAgent:
             steps.callback(self._rrefs.close)
             steps.callback(self._executor.close)
             steps.callback(self._peers.close)
-            steps.callback(self._client.pending.close)
+            steps.callback(self._client.pending_calls.close)
             steps.callback(self._rrefs.stop)
             steps.callback(self._shutdown.close)
             steps.callback(self._names.close)

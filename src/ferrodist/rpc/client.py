@@ -273,15 +273,15 @@ class RpcClient(PeerListener):
     def __init__(self, peers: PeerManager, executor: Executor, codec: ValueCodec) -> None:
         self._peers = peers
         self._executor = executor
-        self._codec = codec
+        self._codec = codec  # the agent's `RRefManager`
         self.metrics = RpcMetrics()
-        self.pending = PendingCalls(f"ferrodist-rpc-{peers.rank}-timeouts", self._on_give_up)
+        self.pending_calls = PendingCalls(f"ferrodist-rpc-{peers.rank}-timeouts", self._on_give_up)
 
     def call(self, rank: int, call: Call, timeout: float) -> Any:
         """Call a function, and wait for its result; see `RpcAgent.rpc_sync`."""
         event = self._executor.wait_events.current()
         pending = PendingCall(rank, call.name, timeout, event=event)
-        is_worker = self._executor.begin_wait()
+        is_worker = self._executor.begin_wait()  # also for sending, which may wait for a connection
         try:
             self._await(self._start(pending, call), pending, event)
         finally:
@@ -325,7 +325,7 @@ class RpcClient(PeerListener):
 
     def on_response(self, rank: int, call_id: int, kind: MessageKind, content: Content) -> None:
         """Take the result or the failure of a call, in the thread that receives it."""
-        pending = self.pending.pop(call_id, rank)
+        pending = self.pending_calls.pop(call_id, rank)
         if pending is None:  # it has ended with its rank, or with this agent
             if kind is MessageKind.RESULT:
                 with contextlib.suppress(Exception):  # as below
@@ -354,12 +354,12 @@ class RpcClient(PeerListener):
 
     @override
     def on_lost(self, rank: int, error: PeerLostError) -> None:
-        self.pending.fail(rank, error)
+        self.pending_calls.fail(rank, error)
 
     def _start(self, pending: PendingCall, call: Call, *, in_window: bool = True) -> int:
         """Send a call, once there is a slot for it, and return its id; errors are not given to the pending call."""
         peer = self._peers.get(pending.rank, pending.timeout)
-        content: Content | None = pack_plain_call(call)
+        content: Content | None = pack_plain_call(call)  # which has no references to count
         if content is None:
             content, pending.transfer = self._codec.pack(pending.rank, pack_call, call)
         if in_window:
@@ -368,7 +368,7 @@ class RpcClient(PeerListener):
             pending.peer = peer
         kind = MessageKind.INTERNAL_CALL if call.name.startswith(OWN_NAMES) else MessageKind.CALL
         try:
-            call_id = self.pending.add(pending)
+            call_id = self.pending_calls.add(pending)
         except BaseException:
             pending.release()
             raise
@@ -378,18 +378,18 @@ class RpcClient(PeerListener):
             else:
                 self._send_references(pending, call_id, functools.partial(peer.send, kind, call_id, content))
         except BaseException as error:
-            if self.pending.pop(call_id) is None:  # the caller has the error already
+            if self.pending_calls.pop(call_id) is None:  # the caller has the error already
                 return call_id
             pending.release()
             # UnsupportedOpError and SizeMismatchError are the caller's fault; others mean that the group has ended.
             is_wrong_argument = isinstance(error, (TypeError, ValueError))
-            if isinstance(error, DistributedError) and not is_wrong_argument and self.pending.closed is None:
+            if isinstance(error, DistributedError) and not is_wrong_argument and self.pending_calls.closed is None:
                 raise lost_error(pending.rank, error) from error
             raise
         return call_id
 
     def _await_slot(self, peer: Peer, pending: PendingCall) -> None:
-        with self._executor.waiting():
+        with self._executor.waiting():  # once more within `call`, where that changes nothing
             has_slot = peer.window.acquire(pending.remaining)
         if not has_slot:
             raise DistributedTimeoutError(
@@ -400,7 +400,7 @@ class RpcClient(PeerListener):
 
     def _send_references(self, pending: PendingCall, call_id: int, send: Callable[[], None]) -> None:
         def on_error(error: BaseException) -> None:
-            if self.pending.pop(call_id) is not None:
+            if self.pending_calls.pop(call_id) is not None:
                 pending.release()
                 if not pending.is_given_up:
                     pending.end(None, error)
@@ -411,16 +411,19 @@ class RpcClient(PeerListener):
             pending.future._sent = sent
 
     def _await(self, call_id: int, pending: PendingCall, event: WaitEvent) -> None:
-        """Wait for a result. The event may also be set for something that this thread has waited for before."""
+        """Wait for a result; where waiting moves messages, this thread may itself run `on_response`.
+
+        The event may also be set for something that this thread has waited for before.
+        """
         try:
             while not pending.has_ended and (left := pending.remaining) > 0:
                 self._executor.wait_events.wait(event, min(left, _POLL_INTERVAL_SECONDS))
         except BaseException:  # the handler of an interruption raised it
-            self.pending.give_up(call_id)
+            self.pending_calls.give_up(call_id)
             raise
         deadline = Deadline(_RESULT_TIMEOUT_SECONDS)
         while not pending.has_ended:
-            if self.pending.give_up(call_id) is not None or deadline.expired:
+            if self.pending_calls.give_up(call_id) is not None or deadline.expired:
                 raise _timeout_error(pending)
             event.wait(_RESULT_POLL_SECONDS)  # another thread has it, and is about to hand it over
 

@@ -109,7 +109,7 @@ class WaitEvents:
             return event
 
     def wait(self, event: WaitEvent, timeout: float) -> bool:
-        """Wait for the result of a call; see `WaitEvent.wait`."""
+        """Wait for the result of a call; see `WaitEvent.wait`, by which waiting may move messages."""
         with self._lock:
             self.num_waiting += 1
         try:
@@ -323,7 +323,10 @@ class Executor:
         return True
 
     def _lead(self, sleeper: threading.Lock) -> bool:
-        """Stay awake for a while; True when nothing has come, and this worker is among the idle ones."""
+        """Stay awake for a while; True when nothing has come, and this worker is among the idle ones.
+
+        The wait itself moves messages; see `WaitEvent.wait`.
+        """
         event = self.wait_events.current()
         while True:
             was_set = event.wait(_LEAD_SECONDS)

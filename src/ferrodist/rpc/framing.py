@@ -113,13 +113,13 @@ _WaitingFrames = tuple[deque[Frame], tuple[MessageKind, ...]]
 class ReceiveQueue:
     """Takes a peer's frames in the order of [Note: message order].
 
-    `take` returns whether the frame's message is complete and was handled; if not, `finish` is to be called when it
-    was. No more frames are taken after an invalid one.
+    ``on_frame`` returns whether the frame's message is complete and was handled; if not, `finish` is to be called when
+    it was. No more frames are taken after an invalid one.
     """
 
-    def __init__(self, peer: int, take: Callable[[Frame], bool], on_error: Callable[[ProtocolError], None]) -> None:
+    def __init__(self, peer: int, on_frame: Callable[[Frame], bool], on_error: Callable[[ProtocolError], None]) -> None:
         self._peer = peer
-        self._take = take
+        self._on_frame = on_frame
         self._on_error = on_error
         self._lock = threading.Lock()
         self._is_stopped = False
@@ -176,7 +176,7 @@ class ReceiveQueue:
                         break  # the runner finds what is new
                     is_runner, self._runner = True, thread
                 while (frame := self._next()) is not None:
-                    if self._take(frame):
+                    if self._on_frame(frame):
                         self._forget(frame)
                 break
             except ProtocolError as error:

@@ -1,7 +1,7 @@
 """`RemotePeer`: the connection to another rank, with its flow control; `LoopbackPeer`, for calls of the rank itself.
 
-A connection is a group of two with a receive posted for the next frame. See [Note: frames] and [Note: message order] in
-`framing.py`.
+A connection is a group of two, which the transport makes, with a receive posted for the next frame. See [Note: frames]
+and [Note: message order] in `framing.py`.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class RemotePeer(Peer):
             self._check_size(size + sum([tensor.nbytes for tensor in out_of_band]), size)
         frame = pack_frame(kind, form, call_id, memory, has_references=has_references)
         if not self.group.try_send(frame, self._group_rank, tag=FRAME_TAG):
-            self.group.isend(frame, self._group_rank, tag=FRAME_TAG)
+            self.group.isend(frame, self._group_rank, tag=FRAME_TAG)  # keeps itself and the frame alive
         payloads = [bytes_of(tensor) for tensor in out_of_band]
         if size > FRAME_CONTENT_BYTES:
             payloads.insert(0, memory)

@@ -1,4 +1,4 @@
-"""`RpcServer`: all messages of peers. It serves their calls, and hands their responses to the client."""
+"""`RpcServer`: takes all messages of peers. It serves their calls, and hands their responses to the client."""
 
 from __future__ import annotations
 

@@ -145,8 +145,8 @@ class GracefulShutdown(PeerListener):
             raise GroupClosedError("the agent was closed")
 
     def _status(self) -> _Status:
-        pending = self._client.pending
-        return _Status(pending.num_made, pending.num_ended, len(self._server.serving))
+        calls = self._client.pending_calls
+        return _Status(calls.num_made, calls.num_ended, len(self._server.serving))
 
     # At the coordinator.
 

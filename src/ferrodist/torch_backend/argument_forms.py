@@ -29,7 +29,10 @@ _MISSING = object()
 _NOT_RECORDED = contextlib.nullcontext()
 
 router: Callable[..., Any] | None = None
-"""Called as ``router(group, method, arguments)`` before each method; its result, unless None, replaces the method's."""
+"""Called as ``router(group, method, arguments)`` before each method; its result, unless None, replaces the method's.
+
+`c10d_ops.py` sets it.
+"""
 
 
 def recorded(name: str) -> AbstractContextManager[object]:

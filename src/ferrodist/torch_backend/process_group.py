@@ -194,7 +194,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         tensor = only(tensors, "allreduce")
         op = plain_reduction(opts.reduceOp)
         if op is not None and opts.timeout.days < 0:
-            level = self._levels.current()
+            level = self._levels.current()  # of this thread's depth of callbacks; [Note: callbacks] in `futures.py`
             if opts.asyncOp:
                 data = tensor.data
                 started = start_allreduce(data, op, level.group, data)

@@ -273,7 +273,7 @@ class CallbackLevels:
 
     def current(self) -> CallbackLevel:
         """The level of the calling thread's collectives."""
-        depth = thread_state.queue.depth
+        depth = thread_state.queue.depth  # of callbacks; [Note: callbacks] in `futures.py`
         return self._levels[depth] if depth < len(self._levels) else self._make(depth)
 
     @property

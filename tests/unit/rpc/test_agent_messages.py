@@ -42,7 +42,7 @@ def test_forged_responses(make):
     for rank in (1, 2):
         assert agents[0].rpc_sync(rank, "echo") == 1
     future = agents[0].rpc_async(1, "hold")
-    (number,) = agents[0]._client.pending._calls
+    (number,) = agents[0]._client.pending_calls._calls
     peer_of(agents[2], 0).send(MessageKind.RESULT, number, b"\xa6forged")
     peer_of(agents[2], 0).send(MessageKind.FAILURE, number, b"\xa6forged")
     assert agents[2].rpc_sync(0, "echo") == 1

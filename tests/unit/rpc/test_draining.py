@@ -30,7 +30,7 @@ class Ranks:
     def __init__(self, rank, world_size, answer=lambda to, call: [0, 0, 0], num_serving=()):
         self.answer = answer
         self.calls = []
-        self.pending = SimpleNamespace(num_made=0, num_ended=0)
+        self.pending_calls = SimpleNamespace(num_made=0, num_ended=0)
         self.num_serving = list(num_serving)
         self.handlers = {}
         self.shutdown = GracefulShutdown(rank, world_size, self, self)

@@ -30,7 +30,7 @@ def until(condition):
 
 def give_up(agent, future):
     """Make a call exceed its timeout now."""
-    calls = agent._client.pending
+    calls = agent._client.pending_calls
     for number, waiting in list(calls._calls.items()):
         if waiting.future is future:
             calls._expire(number)

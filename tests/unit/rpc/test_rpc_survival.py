@@ -377,7 +377,7 @@ def test_a_result_that_arrives_at_its_timeout(make, monkeypatch):
             threads[0].start()
 
     monkeypatch.setattr(client, "on_response", keep_result)
-    monkeypatch.setattr(client.pending, "give_up", give_up)
+    monkeypatch.setattr(client.pending_calls, "give_up", give_up)
     assert agent.rpc_sync(1, "one", timeout=0.1) == 1
     threads[0].join()
 

@@ -68,14 +68,15 @@ class LocalStorage(Storage):
         missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self._is_new = bool(missing)
         self._release()
-        self._release = weakref.finalize(self, _unlock, _make_locked(self._staging_folder(save_id)))
+        # This also makes the checkpoint's own folder, and those above it.
+        self._release = weakref.finalize(self, _unlock, _make_locked(self._staging_path(save_id)))
         for folder in missing:
             _sync_folder(folder.parent)
         _sync_folder(self.path)
 
     @override
     def create(self, save_id: str, name: str, size_bytes: int) -> LocalWriter:
-        staging = self._staging_folder(save_id)
+        staging = self._staging_path(save_id)
         if not staging.is_dir():
             what = "rank 0 has made this folder, and it isn't here: all ranks must see one disk, and save to it in turn"
             raise FileNotFoundError(errno.ENOENT, what, str(staging))
@@ -99,7 +100,7 @@ class LocalStorage(Storage):
 
     @override
     def publish(self, save_id: str, names: Sequence[str]) -> None:
-        staging = self._staging_folder(save_id)
+        staging = self._staging_path(save_id)
         _sync_folder(staging)
         for name in names:
             (staging / name).replace(self.path / name)
@@ -107,7 +108,7 @@ class LocalStorage(Storage):
 
     @override
     def put(self, name: str, data: bytes) -> None:
-        staging = self._staging_folder(f"{name}-{uuid.uuid4().hex}")
+        staging = self._staging_path(f"{name}-{uuid.uuid4().hex}")
         writer = LocalWriter(staging, len(data))
         try:
             writer.write(memoryview(data))
@@ -120,7 +121,7 @@ class LocalStorage(Storage):
 
     @override
     def copy(self, name: str, new_name: str) -> None:
-        staging = self._staging_folder(f"{new_name}-{uuid.uuid4().hex}")
+        staging = self._staging_path(f"{new_name}-{uuid.uuid4().hex}")
         os.link(self.path / name, staging)
         staging.replace(self.path / new_name)
         _sync_folder(self.path)
@@ -128,7 +129,7 @@ class LocalStorage(Storage):
     @override
     def discard(self, save_id: str) -> None:
         if self.path.is_dir():
-            shutil.rmtree(self._staging_folder(save_id), ignore_errors=True)
+            shutil.rmtree(self._staging_path(save_id), ignore_errors=True)
             if self._is_new:
                 self.remove_folder()
         self._release()
@@ -269,7 +270,7 @@ class LocalStorage(Storage):
             with self._lock:
                 file.num_readers -= 1
 
-    def _staging_folder(self, save_id: str) -> Path:
+    def _staging_path(self, save_id: str) -> Path:
         return self.path / f"{_SAVING}{save_id}"
 
 

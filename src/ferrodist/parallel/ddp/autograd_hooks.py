@@ -75,11 +75,11 @@ class ParameterHooks:
         pending = self.pending
         for param_id, parameter in enumerate(self._parameters):
 
-            def hook(_: torch.Tensor, param_id: int = param_id) -> None:
+            def on_parameter(_: torch.Tensor, param_id: int = param_id) -> None:
                 pending.add(param_id)
                 on_accumulated()
 
-            self._removal.callback(parameter.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
+            self._removal.callback(parameter.register_post_accumulate_grad_hook(on_parameter).remove)  # type: ignore[no-untyped-call]
             self._hook_node(param_id)
             _owners[parameter] = weakref.ref(self)
 
@@ -112,11 +112,11 @@ class ParameterHooks:
         node = self._nodes[param_id] = view.grad_fn.next_functions[0][0]
         assert node is not None
 
-        def hook(*_: object) -> None:
+        def on_node(*_: object) -> None:
             pending.discard(param_id)
             on_ready(param_id)
 
-        self._removal.callback(node.register_hook(hook).remove)
+        self._removal.callback(node.register_hook(on_node).remove)
 
 
 _owners = WeakIdKeyDictionary()  # for each parameter a weak reference to its owner

@@ -179,7 +179,7 @@ class GradientBucket:
         self.absent: list[str] = []
         """Names of the parameters that this rank had no gradient for when the bucket started."""
         self._memory, self._as_views = memory, as_views
-        self._views: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self._installed: list[torch.Tensor | None] = [None] * len(self.parameters)  # views that were put into ``.grad``
         self._view_addresses = tuple(gradient.data_ptr() for gradient in self.gradients)
         self._trailer = memory[sum(sizes) :]
         fingerprints = [0.0] * (group.world_size * FINGERPRINT_SIZE)
@@ -200,7 +200,10 @@ class GradientBucket:
         )
 
     def copy_in(self, index_in_bucket: int) -> None:
-        """Copy a gradient that has just arrived, and make ``.grad`` a view of it; see [Note: memory of buckets]."""
+        """Copy a gradient that has just arrived, and make ``.grad`` a view of it; see [Note: memory of buckets].
+
+        If gradients are not to be views of the memory, nothing is done here, and `start` copies all of them.
+        """
         gradient = self.parameters[index_in_bucket].grad
         if self._as_views and gradient is not None and gradient.layout is torch.strided:
             self._copy_gradient(index_in_bucket, gradient)
@@ -215,15 +218,15 @@ class GradientBucket:
         """True if a gradient is the view that `_install_view` made, still with its memory."""
         return (
             gradient is not None
-            and gradient is self._views[index_in_bucket]
+            and gradient is self._installed[index_in_bucket]
             and gradient.data_ptr() == self._view_addresses[index_in_bucket]
         )
 
     def _install_view(self, index_in_bucket: int) -> None:
         """Set the parameter's ``.grad`` to its view of the bucket."""
-        view = self._views[index_in_bucket]
+        view = self._installed[index_in_bucket]
         if view is None or not self._is_installed(index_in_bucket, view):
-            view = self._views[index_in_bucket] = self.gradients[index_in_bucket].detach()
+            view = self._installed[index_in_bucket] = self.gradients[index_in_bucket].detach()
         self.parameters[index_in_bucket].grad = view
 
     @torch.no_grad()

@@ -211,6 +211,7 @@ class Reducer:
     def reduce(self, timeout: float | None = None, *, one_by_one: bool = False, is_joined: bool = False) -> None:
         """Close the round, or run a complete one: on return every gradient is the mean over the ranks.
 
+        Called at the end of a backward (`_on_backward_end`), by `DDP.sync_gradients`, and in a join.
         With ``one_by_one`` a bucket starts when the one before it has ended. An ``is_joined`` rank has no batch, and
         only helps the others.
         """
@@ -291,7 +292,7 @@ class Reducer:
             self.enter_round()
 
     def on_ready(self, param_id: int) -> None:
-        """A gradient is final: copy it into its bucket, and start the buckets that are now complete."""
+        """A gradient is final: give it to its bucket (`GradientBucket.copy_in`), and start the complete buckets."""
         position = self._positions[param_id]
         bucket_index, index_in_bucket = self._locations[position]
         if not self.is_syncing:

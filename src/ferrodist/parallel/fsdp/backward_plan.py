@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 
-class Action(enum.Enum):
+class StepKind(enum.Enum):
     """The effect of a step on a unit."""
 
     GATHER = "gather"  # start gathering it
@@ -43,7 +43,7 @@ class CallEvent(NamedTuple):
 class Step(NamedTuple):
     """One step of a backward; ``call`` is the index of the call for USE, otherwise -1."""
 
-    action: Action
+    kind: StepKind
     unit: int
     call: int = -1
 
@@ -67,16 +67,16 @@ def plan_backward(trace: Sequence[CallEvent], prefetch: int, trainable: Collecti
     for event in reversed(events):
         if event.begins:
             if first_calls[event.unit] == event.call and event.unit in trainable:
-                steps.append(Step(action=Action.REDUCE, unit=event.unit))
-            steps.append(Step(action=Action.FREE, unit=event.unit))
+                steps.append(Step(kind=StepKind.REDUCE, unit=event.unit))
+            steps.append(Step(kind=StepKind.FREE, unit=event.unit))
             continue
         num_used += 1
         if num_gathered < num_used:
-            steps.append(Step(action=Action.GATHER, unit=event.unit))
+            steps.append(Step(kind=StepKind.GATHER, unit=event.unit))
             num_gathered = num_used
-        steps.append(Step(action=Action.USE, unit=event.unit, call=event.call))
+        steps.append(Step(kind=StepKind.USE, unit=event.unit, call=event.call))
         while num_gathered < min(num_used + prefetch, len(uses)):
-            steps.append(Step(action=Action.GATHER, unit=uses[num_gathered]))
+            steps.append(Step(kind=StepKind.GATHER, unit=uses[num_gathered]))
             num_gathered += 1
     return steps
 
@@ -134,7 +134,7 @@ class BackwardRun:
     def recomputed_call(self, unit: int, *, is_gathered: bool) -> int:
         """The call of a unit that is recomputed: the last that backward has not passed; -1 if there is none."""
         done, coming = (
-            [step.call for step in steps if step.action is Action.USE and step.unit == unit]
+            [step.call for step in steps if step.kind is StepKind.USE and step.unit == unit]
             for steps in (self.steps[: self.num_done], self.steps[self.num_done :])
         )
         if coming and not is_gathered:

@@ -1,8 +1,9 @@
 """Shards and gradients in memory that all ranks of a host share, so that collectives need no staging copy.
 
-Shards from 64 KiB on are whole pages (`flat_layout.py`). Where all ranks are on one host, and compute in the shards'
-own dtype, each rank maps such shards of all ranks one behind the other: this *shared view* is the unit's full
-parameters, and no all_gather copies them. Smaller shards and those that are cast are gathered as between hosts.
+Shards from 64 KiB on are whole pages (`flat_layout.py`), and smaller ones may happen to be. Where all ranks are on one
+host, and compute in the shards' own dtype, each rank maps such shards of all ranks one behind the other: this *shared
+view* is the unit's full parameters, and no all_gather copies them. Other shards, and those that are cast, are gathered
+as between hosts.
 """
 
 from __future__ import annotations

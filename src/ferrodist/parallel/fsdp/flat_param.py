@@ -66,7 +66,7 @@ class FlatGradients:
     shards: Sequence[torch.nn.Parameter]
     layout: FlatLayout
     axes: ShardAxes
-    _shard_reduction: PendingCollective[torch.Tensor] | None = None
+    _first_reduction: PendingCollective[torch.Tensor] | None = None  # without shards, over the replicas
     _replica_reduction: PendingCollective[torch.Tensor] | None = None
     _own_row: torch.Tensor | None = None
 
@@ -82,7 +82,7 @@ class FlatGradients:
 
     def reset_after_failure(self) -> None:
         """Forget running collectives, after a failure of the group."""
-        self._shard_reduction = self._replica_reduction = self._own_row = None
+        self._first_reduction = self._replica_reduction = self._own_row = None
         self.drop()
 
     @torch.no_grad()
@@ -92,19 +92,22 @@ class FlatGradients:
             return
         check_dense(self.names, self.full_params, self.axes.world, wrapper="FSDP")
         axes, layout = self.axes, self.layout
-        rows = buffer.acquire(layout.num_shards * layout.row_size, layout.reduce_dtype, self.reduce_across_replicas)
+        rows = buffer.acquire(layout.num_shards * layout.row_size, layout.reduce_dtype, release=self.continue_reduce)
         self._fill(rows)
         self._own_row = rows.new_empty(layout.row_size)
         if axes.shard is not None:
-            self._shard_reduction = async_reduce_scatter(rows, ReduceOp.MEAN, group=axes.shard, out=self._own_row)
+            self._first_reduction = async_reduce_scatter(rows, ReduceOp.MEAN, group=axes.shard, out=self._own_row)
         elif axes.replicate is not None:
-            self._shard_reduction = async_allreduce(rows, ReduceOp.MEAN, group=axes.replicate, out=self._own_row)
+            self._first_reduction = async_allreduce(rows, ReduceOp.MEAN, group=axes.replicate, out=self._own_row)
         else:
             self._own_row.copy_(rows)
 
-    def reduce_across_replicas(self) -> None:
-        """Wait until the buffer is free; then start averaging over the replicas of the model, if there are any."""
-        pending, self._shard_reduction = self._shard_reduction, None
+    def continue_reduce(self) -> None:
+        """Wait for the average that `start` started, which frees the buffer, and start that over the replicas.
+
+        The second is started only for a model that is sharded and replicated.
+        """
+        pending, self._first_reduction = self._first_reduction, None
         if pending is None:
             return
         row = pending.wait()
@@ -114,7 +117,7 @@ class FlatGradients:
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the averages and add them to the gradients of the shards."""
-        self.reduce_across_replicas()
+        self.continue_reduce()
         if self._replica_reduction is not None:
             self._replica_reduction.wait()
             self._replica_reduction = None

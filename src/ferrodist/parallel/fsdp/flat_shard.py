@@ -120,7 +120,7 @@ class FlatShardParameter(torch.nn.Parameter):
 
     shard_groups: ShardGroups | None = None
     title: str = ""  # the parameter's name in messages
-    model: object = None  # the argument of `enter_forward` for its model
+    model: object = None  # the argument of `forbid_shards` for its model
     __torch_function__ = FlatShardTensor.__torch_function__
 
     @property
@@ -191,13 +191,13 @@ def _groups_of(value: object) -> ShardGroups | None:
 _models_in_forward: dict[int, list[object]] = {}  # for each thread the models whose forwards it is in
 
 
-def enter_forward(model: object) -> None:
-    """Refuse shards of a model in its modules' code, in this thread, until `leave_forward`."""
+def forbid_shards(model: object) -> None:
+    """Refuse shards of a model in its modules' code, in this thread, until `allow_shards`."""
     _models_in_forward.setdefault(get_ident(), []).append(model)
 
 
-def leave_forward(model: object) -> None:
-    """End the refusal of `enter_forward`."""
+def allow_shards(model: object) -> None:
+    """End the refusal of `forbid_shards`."""
     models = _models_in_forward.get(get_ident(), [])
     if model in models:
         models.remove(model)

@@ -23,7 +23,7 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.fsdp.clip_grad import clip_gradients, unscale_gradients
 from ferrodist.parallel.fsdp.config import MixedPrecision, ShardAxes, ShardingStrategy
 from ferrodist.parallel.fsdp.dtensor_params import local_tensor, mesh_groups, use_local_params
-from ferrodist.parallel.fsdp.flat_shard import enter_forward, leave_forward
+from ferrodist.parallel.fsdp.flat_shard import allow_shards, forbid_shards
 from ferrodist.parallel.fsdp.init import build_units, find_device, verify_units
 from ferrodist.parallel.fsdp.optim_state_dict import OptimizerStateDict
 from ferrodist.parallel.fsdp.scheduler import UnitScheduler
@@ -172,12 +172,12 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         args, kwargs = self._precision.cast((args, kwargs))
         outside_of_compiler(self._scheduler.pre_forward)(root)
         output, succeeded = None, False
-        outside_of_compiler(enter_forward)(self._key)
+        outside_of_compiler(forbid_shards)(self._key)
         try:
             output = self.module(*args, **kwargs)
             succeeded = True
         finally:
-            outside_of_compiler(leave_forward)(self._key)
+            outside_of_compiler(allow_shards)(self._key)
             outside_of_compiler(self._scheduler.post_forward)(root, output, succeeded=succeeded)
         return output
 

@@ -1,7 +1,8 @@
 """Scheduling of gathering, freeing and reduction of units, driven by hooks and the backward plan.
 
 Each unit's module has forward hooks that call `pre_forward` and `post_forward`; for the outermost one `FSDP.forward`
-calls them. Hooks on the outputs call `pre_backward`, and those on the full parameters `on_gradient`.
+calls them. Hooks on the outputs call `pre_backward`, and those on the full parameters, which
+`FlatParameters.install_full` registers, `on_gradient`.
 
 [Note: phases of a step]
 *Forward*: `pre_forward` gathers a unit, and starts gathering those that followed it in the last forward; `post_forward`
@@ -42,7 +43,7 @@ from ferrodist.parallel.backward_hooks import (
     hook_gradients,
     weak_method,
 )
-from ferrodist.parallel.fsdp.backward_plan import Action, BackwardRun, ForwardTrace, Step, plan_backward
+from ferrodist.parallel.fsdp.backward_plan import BackwardRun, ForwardTrace, StepKind, plan_backward
 from ferrodist.parallel.fsdp.flat_memory import GradientBuffer
 from ferrodist.parallel.fsdp.unit import ADVICE, Unit, UnitState
 from ferrodist.torch_private.autograd import queue_callback
@@ -285,11 +286,11 @@ class UnitScheduler:
             return
         with self._abort_on_error():
             while (step := run.next_step) is not None:
-                self._do(run, step)
+                self._execute_next(run)
                 if step.call == call:
                     break
-            while (step := run.next_step) is not None and step.action is Action.GATHER:
-                self._do(run, step)
+            while (step := run.next_step) is not None and step.kind is StepKind.GATHER:
+                self._execute_next(run)
 
     def on_gradient(self, index: int) -> None:
         """Count a gradient, and reduce the next units of the plan that have all of theirs."""
@@ -304,10 +305,10 @@ class UnitScheduler:
         if not unit.has_all_gradients:
             return
         with self._abort_on_error():
-            while (step := run.next_step) is not None and step.action is Action.REDUCE:
+            while (step := run.next_step) is not None and step.kind is StepKind.REDUCE:
                 if not self.units[step.unit].has_all_gradients:
                     return
-                self._do(run, step)
+                self._execute_next(run)
 
     def reduce_all(self) -> None:
         """Average the gradients that backward passes without synchronisation left on this rank, if any."""
@@ -342,8 +343,8 @@ class UnitScheduler:
         if run is None:
             return
         with self._abort_on_error():
-            while (step := run.next_step) is not None:
-                self._do(run, step)
+            while run.next_step is not None:
+                self._execute_next(run)
             self._run = None
             if self.is_syncing:
                 # Nested backwards may produce a gradient after its unit was reduced: averages add up.
@@ -362,18 +363,18 @@ class UnitScheduler:
             with self._abort_on_error(), add_error_context(lambda: where, ADVICE):
                 barrier(group=self._axes.shard)
 
-    def _do(self, run: BackwardRun, step: Step) -> None:
-        run.advance()
+    def _execute_next(self, run: BackwardRun) -> None:
+        step = run.advance()
         unit = self.units[step.unit]
-        if step.action is Action.GATHER:
+        if step.kind is StepKind.GATHER:
             unit.start_gather()
-        elif step.action is Action.USE:
+        elif step.kind is StepKind.USE:
             unit.finish_gather()
             unit.check_unchanged(run.trace.versions[step.unit])
-        elif step.action is Action.FREE:
+        elif step.kind is StepKind.FREE:
             if unit not in self._unsharded_units:
                 unit.free()
-        elif self.is_syncing:
+        elif self.is_syncing:  # StepKind.REDUCE
             self._reduce(unit)
         else:
             self._unsynced.add(unit.index)
@@ -381,14 +382,14 @@ class UnitScheduler:
     def _reduce(self, unit: Unit) -> None:
         self._unsynced.discard(unit.index)
         for earlier in self._reducing:
-            earlier.reduce_across_replicas()
+            earlier.continue_reduce()
         unit.start_reduce(self._buffer)
         self._reducing.append(unit)
 
     def _finish_reductions(self) -> None:
         reducing, self._reducing = self._reducing, []
         for unit in reducing:
-            unit.reduce_across_replicas()
+            unit.continue_reduce()
         for unit in reducing:
             unit.finish_reduce()
 

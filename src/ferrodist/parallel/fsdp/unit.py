@@ -33,9 +33,8 @@ class UnitState(enum.Enum):
     """The state of a unit's parameters."""
 
     SHARDED = "sharded"  # each rank has its shard
-    GATHERING = (
-        "gathering"  # `start_gather` was called, which moves nothing in shared memory; the module has its shards
-    )
+    # `start_gather` was called, which moves nothing in shared memory; the module has its shards:
+    GATHERING = "gathering"
     GATHERED = "gathered"  # the full parameters are there
 
 
@@ -168,10 +167,10 @@ class Unit:
         self.is_reducing = True
         self._for_each_flat("averaging the gradients of", lambda flat: flat.gradients.start(buffer))
 
-    def reduce_across_replicas(self) -> None:
-        """Pass an average over the ranks that shard the model on to the replicas of the model, if there are any."""
+    def continue_reduce(self) -> None:
+        """Wait for the average over the ranks that shard the model, and start that over the replicas, if any."""
         if self.is_reducing:
-            self._for_each_flat("averaging the gradients of", lambda flat: flat.gradients.reduce_across_replicas())
+            self._for_each_flat("averaging the gradients of", lambda flat: flat.gradients.continue_reduce())
 
     def finish_reduce(self) -> None:
         """Wait for the averages that `start_reduce` started, if any."""

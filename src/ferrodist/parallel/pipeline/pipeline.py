@@ -227,7 +227,7 @@ class Pipeline(TransparentWrapper):
             self._check_stages()
             self._executor.reset()  # after a forward without a backward
             step_data = self._step_data(inputs, targets)
-            self._shared.before_step()
+            self._shared.before_step()  # nothing without shared parameters, as after_step
             self._executor.run(self.schedule.actions[self._parent.rank], step_data, group, limit)
             self._shared.after_step(group, Deadline(limit))
             return self._losses.reduce_to_all(group, limit)
@@ -363,7 +363,7 @@ class Pipeline(TransparentWrapper):
             loss = self._loss_fn(value, microbatch_targets[microbatch]) if self._loss_fn else value
             return self._losses.add(microbatch, loss)
 
-        return StepData(microbatches, on_output, self._losses.gradients)
+        return StepData(microbatches, on_output, self._losses.gradients)  # which `Losses.add` fills
 
     def _verify_and_share(
         self, stages: Sequence[torch.nn.Module | None], shared: Sequence[Sequence[tuple[int, str]]]

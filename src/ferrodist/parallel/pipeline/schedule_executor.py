@@ -2,13 +2,14 @@
 
 `schedule/build.py` makes the actions, and `schedule/lowering.py` adds those that send and receive:
 
-    RF2.5 starts a receive    F2.5 waits for it, calls stage 2, and stores the output     SF2.5 sends the output
-    RB2.5 starts a receive    B2.5 waits for it, runs backward, and stores the gradients  SB2.5 sends the gradients
+    RF2.5 prepares a receive    F2.5 waits for it, calls stage 2, and stores the output     SF2.5 sends the output
+    RB2.5 prepares a receive    B2.5 waits for it, runs backward, and stores the gradients  SB2.5 sends the gradients
 
+A receive starts when it is prepared if the last value from there was large, otherwise when it is waited for.
 Nothing is sent between two stages of one rank. Schedules don't list skips: they are sent as soon as they are computed,
 and received when they are needed.
 
-A value travels as a message with its small tensors in-band, and large tensors out-of-band behind it, all under one tag;
+A value travels encoded, with its small tensors in-band, and large tensors out-of-band behind it, all under one tag;
 see [Note: in-band and out-of-band] in `collectives/serialization.py`.
 """
 
@@ -138,7 +139,7 @@ class StepData(NamedTuple):
     """What a step's microbatches start from: inputs of the first stage, gradients of the last; empty on other ranks.
 
     ``on_output`` is called with a microbatch's index and the last stage's result, and returns the tensors from which
-    its backward begins; ``gradients`` are theirs, from the start of that backward on.
+    its backward begins; it also adds their gradients to ``gradients``, which is empty at the start of the step.
     """
 
     microbatches: Sequence[Any]
@@ -219,9 +220,9 @@ class ScheduleExecutor:
             case ActionKind.SEND_BACKWARD:
                 self._send(_TransferKey(_main(self._incoming[stage]), microbatch, is_gradient=True))
             case ActionKind.RECV_FORWARD:
-                self._start_recv(_TransferKey(_main(self._incoming[stage]), microbatch, is_gradient=False))
+                self._prepare_recv(_TransferKey(_main(self._incoming[stage]), microbatch, is_gradient=False))
             case ActionKind.RECV_BACKWARD:
-                self._start_recv(_TransferKey(_main(self._outgoing[stage]), microbatch, is_gradient=True))
+                self._prepare_recv(_TransferKey(_main(self._outgoing[stage]), microbatch, is_gradient=True))
 
     def _forward(self, index: int, microbatch: int) -> None:
         stage = self._stages[index]
@@ -272,7 +273,7 @@ class ScheduleExecutor:
         if key in self._packed_values:
             return self._packed_values.pop(key)
         if key not in self._pending_recvs:
-            self._start_recv(key)
+            self._prepare_recv(key)
         try:
             packed = self._pending_recvs[key].wait(Deadline(self._timeout))
         except DistributedTimeoutError as error:
@@ -301,7 +302,7 @@ class ScheduleExecutor:
         self._sends = [request for request in self._sends if not request.done()]
         self._sends += send_value(self._packed_values.pop(key), self._dest_rank(key), self._tag(key), self._group)
 
-    def _start_recv(self, key: _TransferKey) -> None:
+    def _prepare_recv(self, key: _TransferKey) -> None:
         prefetch = (key.edge, key.is_gradient) in self._large_transfers
         stage = self._stages[key.edge.source if key.is_gradient else key.edge.target]
         self._pending_recvs[key] = PendingRecv(

@@ -121,7 +121,7 @@ def chain(num_units):
 
 
 def text(steps):
-    return ", ".join(f"{step.action.value} {step.unit}" for step in steps)
+    return ", ".join(f"{step.kind.value} {step.unit}" for step in steps)
 
 
 def test_plan_prefetches_and_reduces_in_the_order_of_use():

@@ -26,11 +26,11 @@ class ActionKind(enum.Enum):
     SEND_FORWARD = "SF"
     """Send the outputs of a stage."""
     RECV_FORWARD = "RF"
-    """Start receiving the inputs of a stage; the forward waits for them."""
+    """Prepare to receive the inputs of a stage, and start if they may be large; the forward waits for them."""
     SEND_BACKWARD = "SB"
     """Send the gradients of a stage's inputs."""
     RECV_BACKWARD = "RB"
-    """Start receiving the gradients of a stage's outputs; the backward waits for them."""
+    """Prepare to receive the gradients of a stage's outputs, likewise; the backward waits for them."""
 
     # Members are compared by identity. Enum would hash their names, in Python, for every set and dict of actions.
     __hash__ = object.__hash__
@@ -47,7 +47,7 @@ class ActionKind(enum.Enum):
 
     @property
     def is_compute(self) -> bool:
-        """True if it takes a rank's time; the others start a transfer."""
+        """True if it takes a rank's time; the others are transfers."""
         return len(self.value) == 1
 
 

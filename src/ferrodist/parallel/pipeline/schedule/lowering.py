@@ -83,8 +83,9 @@ def has_communication(schedule: Schedule) -> bool:
 def add_communication(schedule: Schedule) -> Schedule:
     """Add sends and receives to a schedule.
 
-    Data are sent when they are computed. Their receive starts one compute action before the one that uses them, and so
-    overlaps it; receives start in the order in which their data are used. Nothing is sent between stages of one rank.
+    Data are sent when they are computed. Their receive is one compute action before the one that uses them; that of
+    large data starts there, and so overlaps it (see `PendingRecv`). Receives are in the order in which their data are
+    used. Nothing is sent between stages of one rank.
 
     Args:
         schedule: A schedule with compute actions only; one that has sends or receives is returned unchanged.
