@@ -128,7 +128,7 @@ def test_a_rank_that_can_start_no_thread_says_so(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("use", "who"),
     [
-        (lambda group: fd.async_allreduce(torch.ones(1), group=group), "what is started in group"),
+        (lambda group: fd.async_allreduce(torch.ones(1), group=group), "the operations of group"),
         (lambda group: RpcContext(group, {}).__enter__(), "the agent of rank 0 can't start"),
     ],
     ids=["started", "rpc"],

@@ -8,7 +8,7 @@ from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.native.binding import compiled
 from ferrodist.collectives.arguments import group_and_timeout
 from ferrodist.collectives.engines.host import host_engine_of
-from ferrodist.collectives.profiling import is_recorded, record
+from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.work import PreparedCall, execute
 from ferrodist.torch_private.profiling import is_profiling
 
@@ -38,6 +38,7 @@ def barrier(group: Backend | None = None, *, timeout: float | None = None) -> No
     execute(PreparedCall(op=op, group=chosen, engine=host_engine_of(chosen), finish=lambda: None))
 
 
+@profiled
 def monitored_barrier(group: Backend | None = None, *, timeout: float | None = None) -> None:
     """`barrier`, under torch's name: every barrier names all stragglers."""
     barrier(group, timeout=timeout)
