@@ -80,9 +80,7 @@ class Backend(ABC):
     subgroups: WeakSet[Backend]
     """All sub-groups made from this group, directly or from sub-groups. The outermost group closes them with itself."""
 
-    attachments: dict[str, Any]
-    """Objects that layers above attach to the group, by name."""
-
+    attachments: dict[str, Any]  # objects that layers above attach to the group, by name
     verifier: CollectiveVerifier
 
     _close_callbacks: list[Callable[[], None]]
@@ -98,11 +96,8 @@ class Backend(ABC):
     verification_key: bytes = b""
     """The key that authenticates calls in verification where messages are not authenticated; else empty."""
 
-    data_plane: DataPlane | None = None
-    """Moves bytes between all ranks at once; None where the group has no such thing."""
-
-    fast_path: FastPath | None = None
-    """The compiled path of plain calls; None where the group has none."""
+    data_plane: DataPlane | None = None  # moves bytes between all ranks at once; None where the group has none
+    fast_path: FastPath | None = None  # the compiled path of plain calls; None where the group has none
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -325,7 +320,7 @@ class Backend(ABC):
 
     def irecv_up_to(self, buffer: Buffer, src: int, *, tag: int = 0) -> SizedRequest:
         """Start to receive a message that may be shorter than ``buffer``. Only where `inline_limit` is above 0."""
-        raise NotImplementedError(f"{type(self).__name__} receives messages of one size only")
+        raise NotImplementedError(f"{type(self).__name__} has an inline_limit, and no irecv_up_to: implement it")
 
     def _in_thread(self, kind: tuple[str, int], peer: int, attempt: Callable[[float], int], size_bytes: int) -> Request:
         """Start a transfer that runs after the earlier ones that could take its message, and waits for no others."""

@@ -10,7 +10,7 @@
     work.py            runs prepared calls, now or later        fast_path.py       plain async calls and p2p, compiled
     engines/           who moves the bytes, by device           host_staging.py    copies between GPU and host
     tensor_protocol.py  a tensor as header and payload          serialization.py   nested values as messages
-    pytree.py          nested values as lists of tensors        payloads.py        decoding of what ranks share
+    pytree.py          nested values as lists of tensors        payloads.py        decoding of shared payloads
     profiling.py       calls in torch's profiler                host_p2p.py        several host tensors at once
     barrier.py         barrier, monitored_barrier
 """

@@ -136,7 +136,7 @@ class _TransferKey(NamedTuple):
 
 
 class StepData(NamedTuple):
-    """What a step's microbatches start from: inputs of the first stage, gradients of the last; empty on other ranks.
+    """The data of a step: inputs of the first stage, gradients of the last; empty on other ranks.
 
     ``on_output`` is called with a microbatch's index and the last stage's result, and returns the tensors from which
     its backward begins; it also adds their gradients to ``gradients``, which is empty at the start of the step.
