@@ -93,9 +93,7 @@ class Backend(ABC):
     group_id: int = 0
     """Upper half of the tags of this group's messages: 0, or for a sub-group a hash of its members."""
 
-    verification_key: bytes = b""
-    """The key that authenticates calls in verification where messages are not authenticated; else empty."""
-
+    verification_key: bytes = b""  # authenticates calls in verification where messages are not authenticated, or empty
     data_plane: DataPlane | None = None  # moves bytes between all ranks at once; None where the group has none
     fast_path: FastPath | None = None  # the compiled path of plain calls; None where the group has none
 
