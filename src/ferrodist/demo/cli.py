@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ferrodist.demo import DemoOptions
 from ferrodist.installation import describe_missing
 from ferrodist.launch.host_limits import check_rank_count
 from ferrodist.launch.terminal import print_warning
@@ -18,6 +17,16 @@ if TYPE_CHECKING:
 _MAX_RANKS = 48  # one image of each batch (`worker.BATCH_SIZE`) for every rank
 _MAX_EPOCHS = 100_000
 _REQUIRED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """The options of the demo."""
+
+    ranks: int = 2
+    epochs: int = 12
+    seed: int = 0
+    plot: Path = Path("demo.png")
 
 
 def add_demo_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,13 +29,12 @@ from ferrodist.wording import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ferrodist.demo import DemoOptions
+    from ferrodist.demo.cli import DemoOptions
 
     RunResult = tuple[History, Sequence[Mapping[str, Any]]]
 
 EPS = float(np.finfo(np.float32).eps)  # the distance from 1 to the next larger float32
 MIN_ACCURACY = 0.97
-
 _POLL_INTERVAL_SECONDS = 0.05
 _ONE, _SEVERAL, _QUIET = "#9ecae1", "#08519c", "#888888"
 
@@ -50,13 +49,12 @@ def compare_runs(options: DemoOptions) -> int:
             if isinstance(outcome, int):
                 return outcome
             results.append(outcome)
-    (one, _), (several, _) = results
-    save_plot(options.plot, one, several, num_ranks=options.ranks)
+    save_plot(options.plot, *(history for history, _ in results), num_ranks=options.ranks)
     return _report(options, *results)
 
 
 def _train(options: DemoOptions, num_ranks: int, show: Callable[[Progress], None]) -> RunResult | int:
-    """Train in new processes; returns the result, or the launcher's exit code when it failed."""
+    """Train in new processes; returns rank 0's history and each rank's parameters, or a failed launcher's exit code."""
     with tempfile.TemporaryDirectory(prefix="ferrodist-demo-") as folder:
         arguments = (folder, str(options.epochs), str(options.seed))
         spec = LaunchSpec(
@@ -64,7 +62,10 @@ def _train(options: DemoOptions, num_ranks: int, show: Callable[[Progress], None
         )
         with follow_progress(Path(folder, "0.progress"), show):
             code = launch(spec)
-        return read_result(Path(folder), num_ranks) if code == 0 else code
+        if code != 0:
+            return code
+        weights = [dict(np.load(Path(folder, f"{rank}.npz"), allow_pickle=False)) for rank in range(num_ranks)]
+        return msgspec.json.decode(Path(folder, "0.json").read_bytes(), type=History), weights
 
 
 def _report(options: DemoOptions, one: RunResult, several: RunResult) -> int:
@@ -79,7 +80,7 @@ def _report(options: DemoOptions, one: RunResult, several: RunResult) -> int:
     }
     failures = [failure for failure, passed in checks.items() if not passed]
     images = f"{history.num_train} images of handwritten digits in global batches of {BATCH_SIZE}"
-    factors = f"eps {EPS:.1e} x {num_steps} steps x largest weight {comparison.largest_weight:.2f}"
+    bound = f"{comparison.bound:.1e}, which is float32 eps {EPS:.1e} x {num_steps} steps x largest weight"
     same = "the same weights, bit for bit" if identical else "DIFFERENT weights"
     lines = [
         "",
@@ -92,7 +93,7 @@ def _report(options: DemoOptions, one: RunResult, several: RunResult) -> int:
         f"The {ranks} hold {same}. Compared with 1 rank:",
         f"  largest difference of a weight: {comparison.absolute:.1e}",
         f"  relative to its tensor's largest weight: {comparison.relative:.1e}",
-        f"  allowed: {comparison.bound:.1e}, which is float32 {factors}",
+        f"  allowed: {bound} {comparison.largest_weight:.2f}",
         "  Seeds, batches and updates are the same; only the order in which a batch is summed is not, and float32",
         "  rounds each sum. The bound lets each step move a weight by one unit in its last place: a rule of thumb,",
         "  for later steps may enlarge or damp a difference.",
@@ -132,12 +133,6 @@ def follow_progress(path: Path, show: Callable[[Progress], None]) -> Iterator[No
         followed.result()
 
 
-def read_result(folder: Path, num_ranks: int) -> RunResult:
-    """Read the files of a finished run: rank 0's history, and each rank's parameters by name."""
-    weights = [dict(np.load(folder / f"{rank}.npz", allow_pickle=False)) for rank in range(num_ranks)]
-    return msgspec.json.decode((folder / "0.json").read_bytes(), type=History), weights
-
-
 class Comparison(NamedTuple):
     """The difference between the weights of two runs.
 
@@ -145,11 +140,10 @@ class Comparison(NamedTuple):
     In exact arithmetic the runs are equal. In float32 they add the same numbers in another order: each rank sums
     over its shard of the batch, and then the ranks' sums are added. That moves a gradient by some of its last bits, so
     a step leaves a weight that differs by about one unit in its last place, ``eps`` times the weight. ``eps * steps *
-    largest weight`` adds these up as if all went in one direction. It is a rule of thumb and not a theorem: a unit in
-    the last place of a gradient may count for more than one of a weight, and later steps can enlarge or damp earlier
-    differences. Over 40 trainings (seeds 0 to 19, 5 to 20 epochs) on 2, 3 and 4 ranks the difference was 0.2% to 1.3%
-    of the bound. Mistakes are far outside: a loss that is 0.1% off by 15 times, 2 missing images of each 48 by 1,400
-    times, a sum of the gradients in place of their mean by 15,000 times.
+    largest weight`` adds these up as if all went in one direction: a rule of thumb and not a theorem. Over 40
+    trainings (seeds 0 to 19, 5 to 20 epochs) on 2, 3 and 4 ranks the difference was 0.2% to 1.3% of the bound. Mistakes
+    are far outside: a loss that is 0.1% off by 15 times, 2 missing images of each 48 by 1,400 times, a sum of the
+    gradients in place of their mean by 15,000 times.
     """
 
     absolute: float  # the largest difference of two weights
@@ -195,9 +189,8 @@ class TrainingDisplay(Bars):
         known: dict[str, Any] = {} if progress.accuracy is None else {"accuracy": f"{progress.accuracy:.1%}"}
         self.update(self._task, completed=progress.step, total=steps, loss=loss, **known)
         if known and self.disable:
-            where = f"epoch {progress.epoch:2}, step {progress.step} of {steps}"
-            line = f"{self._title}: {where}, loss {loss}, test accuracy {known['accuracy']}"
-            self.console.print(line, highlight=False, soft_wrap=True)
+            line = f"{self._title}: epoch {progress.epoch:2}, step {progress.step} of {steps}, loss {loss}"
+            self.console.print(f"{line}, test accuracy {known['accuracy']}", highlight=False, soft_wrap=True)
 
 
 def save_plot(path: Path, one: History, several: History, *, num_ranks: int) -> None:
@@ -208,19 +201,19 @@ def save_plot(path: Path, one: History, several: History, *, num_ranks: int) -> 
     # The runs coincide: the first is drawn broad and pale, so that both are seen.
     for run, color, width, label in ((one, _ONE, 4, "1 rank"), (several, _SEVERAL, 1, f"{num_ranks} ranks")):
         style: dict[str, Any] = {"color": color, "linewidth": width}
-        loss_axes.plot(range(1, len(run.losses) + 1), run.losses, label=label, **style)
-        epochs = range(1, len(run.accuracies) + 1)
+        steps, epochs = range(1, len(run.losses) + 1), range(1, len(run.accuracies) + 1)
+        loss_axes.plot(steps, run.losses, label=label, **style)
         accuracy_axes.plot(epochs, run.accuracies, marker="o", markersize=2 * width + 1, **style)
     loss_axes.set(title="Training loss", xlabel="step", ylim=(0, None))
     loss_axes.legend(frameon=False)
-    lowest = min(*one.accuracies, *several.accuracies, MIN_ACCURACY)
-    accuracy_axes.set(title="Test accuracy", xlabel="epoch", ylim=(lowest - 0.02, 1.005))
+    lowest = min(*one.accuracies, *several.accuracies, MIN_ACCURACY) - 0.02
+    accuracy_axes.set(title="Test accuracy", xlabel="epoch", ylim=(lowest, 1.005))
     last, above = (len(several.accuracies), several.accuracies[-1]), {"textcoords": "offset points", "ha": "right"}
     accuracy_axes.annotate(f"{last[1]:.1%}", last, xytext=(0, 7), color=_SEVERAL, **above)
     accuracy_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     accuracy_axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     difference = np.abs(np.subtract(one.losses, several.losses))
-    difference_axes.plot(range(1, len(difference) + 1), difference, ".", color=_SEVERAL, markersize=3)
+    difference_axes.plot(steps, difference, ".", color=_SEVERAL, markersize=3)
     # Equal losses are on the zero line, which a plain logarithmic axis does not have.
     difference_axes.set_yscale("symlog", linthresh=EPS / 4)
     limits = -EPS / 16, max(10 * difference.max(), 100 * EPS)

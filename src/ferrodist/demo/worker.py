@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -20,12 +20,11 @@ import numpy as np
 import ferrodist as fd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import torch
 
 BATCH_SIZE = 48  # images in a step, over all ranks
-
 _SPLIT_SEED = 0  # the test images are the same whatever --seed says
 
 
@@ -49,12 +48,6 @@ class History(msgspec.Struct, frozen=True):
     num_test: int
 
 
-def write_result(folder: Path, rank: int, weights: Mapping[str, Any], history: History) -> None:
-    """Write one rank's parameters, NumPy arrays by name, and its history."""
-    np.savez(folder / f"{rank}.npz", allow_pickle=False, **weights)
-    (folder / f"{rank}.json").write_bytes(msgspec.json.encode(history))
-
-
 def main(folder: Path, num_epochs: int, seed: int) -> None:
     """Train as the rank that the environment names, and write progress and results into a folder."""
     # Ctrl-C ends the demo, without a traceback from each rank: also in the seconds in which torch is imported.
@@ -66,9 +59,10 @@ def main(folder: Path, num_epochs: int, seed: int) -> None:
     group = fd.init_process_group("tcp")
     # The command follows rank 0's file: the other ranks are as far.
     with (folder / f"{group.rank}.progress").open("wb", buffering=0) as file:
-        encode, write = msgspec.json.encode, file.write
-        weights, history = train(group, num_epochs, seed, on_progress=lambda state: write(encode(state) + b"\n"))
-    write_result(folder, group.rank, {name: tensor.numpy() for name, tensor in weights.items()}, history)
+        weights, history = train(group, num_epochs, seed, lambda state: file.write(msgspec.json.encode(state) + b"\n"))
+    arrays = {name: tensor.numpy() for name, tensor in weights.items()}
+    np.savez(folder / f"{group.rank}.npz", allow_pickle=False, **arrays)
+    (folder / f"{group.rank}.json").write_bytes(msgspec.json.encode(history))
     fd.destroy_process_group()
 
 

@@ -18,17 +18,16 @@ pytest.importorskip("rich", reason="the extra 'demo' is not installed")
 from rich.console import Console
 
 from ferrodist.cli.main import main
-from ferrodist.demo import DemoOptions, cli, comparison
-from ferrodist.demo.cli import run_demo
+from ferrodist.demo import cli, comparison
+from ferrodist.demo.cli import DemoOptions, run_demo
 from ferrodist.demo.comparison import (
     TrainingDisplay,
     are_identical,
     compare_weights,
     follow_progress,
-    read_result,
     save_plot,
 )
-from ferrodist.demo.worker import History, Progress, train, write_result
+from ferrodist.demo.worker import History, Progress, train
 from ferrodist.installation import how_to_install
 from ferrodist.testing import run_ranks
 
@@ -141,15 +140,6 @@ def test_the_demo_fails_below_97_percent(monkeypatch, capsys, tmp_path):
     assert run_demo(DemoOptions(epochs=1, ranks=3, plot=plot)) == 1
     assert capsys.readouterr().out.endswith(f"plot: {plot}\nFAILED: test accuracy is below 97%\n")
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-
-
-def test_results_are_read_back(tmp_path):
-    """Weights of each rank and rank 0's record come back as they were."""
-    for rank in range(2):
-        write_result(tmp_path, rank, WEIGHTS, history())
-    read_history, weights = read_result(tmp_path, 2)
-    assert read_history == history()
-    assert are_identical([WEIGHTS, *weights])
 
 
 def test_equal_weights_do_not_differ():
