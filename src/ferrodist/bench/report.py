@@ -27,13 +27,10 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 LOSS_MARK = "<- faster than ferrodist"
-
 _BUSY_LOAD = 0.3  # of a processor; above, other processes took so much time that the figures can't be trusted
-
 _PLOTTED_SUITES = {Suite.COLLECTIVES, Suite.MESSAGES, Suite.HOSTS}
 _PANEL_INCHES = (4.2, 3.4)
-_COLUMNS = 3
-_LABELS_PER_COLUMN = 2
+_COLUMNS, _LABELS_PER_COLUMN = 3, 2
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):

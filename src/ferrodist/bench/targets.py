@@ -84,6 +84,7 @@ class RankGroup:
         self.peer, self.num_ranks = peer, num_ranks
         self.versions: dict[str, str] = {}
         self._max_seconds, self._log_file = max_seconds, folder / "log"
+        self.is_alive = True  # the ranks can serve requests
         self._is_fresh = True  # the ranks have not yet run side by side for a while
         self._too_slow: dict[tuple[Operation, DataType], tuple[int, str]] = {}  # size and reason
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -107,11 +108,6 @@ class RankGroup:
                 self.kill()
                 raise
 
-    @property
-    def is_alive(self) -> bool:
-        """Return whether the ranks can serve requests."""
-        return bool(self._connections)
-
     def open_runner(self, case: Case) -> Runner:
         """Prepare a case, and run the batches that don't count, which determine the calls of a batch.
 
@@ -123,9 +119,8 @@ class RankGroup:
         if size_bytes < case.size_bytes:
             raise UnsupportedError(f"{reason} for {format_bytes(size_bytes)}")
         answers = self.request({"do": "prepare", "case": case})
-        for answer in answers:
-            if "not_offered" in answer:
-                raise UnsupportedError(answer["not_offered"])
+        if reasons := [answer["not_offered"] for answer in answers if "not_offered" in answer]:
+            raise UnsupportedError(reasons[0])
         runner = RankRunner(self, case, min(answer["max_calls"] for answer in answers))
         seconds = runner.calibrate(self._max_seconds, is_fresh=self._is_fresh)
         if seconds > self._max_seconds:
@@ -175,6 +170,7 @@ class RankGroup:
 
     def kill(self) -> None:
         """Kill the ranks."""
+        self.is_alive = False
         for pidfd in self._pidfds:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)

@@ -1,10 +1,7 @@
 """One rank of one peer: ``python -m ferrodist.bench.worker``, or through `foreign` in another interpreter.
 
-It joins its group, reports to the driver, and serves its requests: prepare a case, run batches, release. Between
-requests it is blocked in the kernel, inside no call of the library.
-
-In the answer to a batch, ``begin`` and ``end`` are in nanoseconds on the host's monotonic clock, which all processes
-share.
+It joins its group, reports to the driver, and serves its requests: prepare a case, run batches, release. In the answer
+to a batch, ``begin`` and ``end`` are in nanoseconds on the host's monotonic clock, which all processes share.
 
 [Note: inputs that check exactly] An element is an integer from 1 to 8 for a sum (to 40 where elements only move), times
 a power of two. Sums of up to 32 ranks are then exact in every type, for any order and precision of the additions, and a
@@ -35,13 +32,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
-    from ferrodist.bench.adapters.base import Adapter, Arrays
+    from ferrodist.bench.adapters.base import Adapter
     from ferrodist.bench.cases import Case
 
 _PERIOD = 16381  # prime
 _BASE = tuple((17 * index + index // 11) % 4 for index in range(_PERIOD))
-_POOL_BYTES = 256 * 1024
-_MAX_BUFFERS = 16
+_POOL_BYTES, _MAX_BUFFERS = 256 * 1024, 16  # of the arrays that take turns: they fit a core's own cache easily
 _MAX_CALLS = 100_000  # of a batch, and products of matrices
 _MATRIX_ROWS, _MATRIX_COLUMNS = 64, 512
 _OVERLAP_ALLREDUCES = 2  # alone and together
@@ -127,16 +123,9 @@ def open_timer(adapter: Adapter, case: Case, barrier: FileBarrier) -> CallTimer 
     return kinds.get(case.operation, CallTimer)(adapter, case)
 
 
-def num_buffers(size_bytes: int) -> int:
-    """The number of arrays that take turns: as many as fit a core's own cache easily."""
-    return max(1, min(_MAX_BUFFERS, _POOL_BYTES // max(1, size_bytes)))
-
-
 def max_calls_in_place(dtype: DataType, num_ranks: int) -> int:
     """The number of consecutive in-place sums that stay exact."""
-    odd = num_ranks
-    while odd % 2 == 0:
-        odd //= 2
+    odd = num_ranks // (num_ranks & -num_ranks)  # without its factors of 2, which no significand feels
     calls, largest, growth = 1, 8 * num_ranks, num_ranks
     while growth * num_ranks <= 2**dtype.growth_bits and largest * odd <= 2**dtype.significand_bits:
         calls, largest, growth = calls + 1, largest * odd, growth * num_ranks
@@ -150,7 +139,7 @@ class Workload:
         self.adapter, self._case, self._arrays = adapter, case, adapter.arrays
         self._rank, self._num_ranks = adapter.rank, adapter.num_ranks
         self._copies = adapter.copies  # the limit copies the input, whatever the collective is
-        count = num_buffers(case.size_bytes)
+        count = max(1, min(_MAX_BUFFERS, _POOL_BYTES // max(1, case.size_bytes)))
         num_inputs = case.num_elements if self._copies else case.input_elements
         num_outputs = case.num_elements if self._copies else case.output_elements
         self._inputs = self._allocate(count, num_inputs)
@@ -188,8 +177,7 @@ class Workload:
             if uses not in expected:
                 expected[uses] = self._expected(uses)
             for begin, end, pattern, phase in expected[uses]:
-                problem = self._find_difference(target, begin, end, pattern, phase)
-                if problem is not None:
+                if problem := self._find_difference(target, begin, end, pattern, phase):
                     return f"{self._case.operation.value}, rank {self._rank}, array {index}: {problem}"
         return None
 
@@ -276,58 +264,45 @@ class SubmitTimer(CallTimer):
         return 0, total
 
 
-class MatmulLoad:
-    """A computation in a core's cache, on one thread: a 64 x 512 matrix times the unit matrix."""
-
-    def __init__(self, arrays: Arrays) -> None:
-        self._arrays, columns = arrays, range(_MATRIX_COLUMNS)
-        values = [float((7 * row + column) % 5) for row in range(_MATRIX_ROWS) for column in columns]
-        unit = [float(row == column) for row in columns for column in columns]
-        self._left, self._right, self._result = (
-            arrays.from_values(flat, DataType.FLOAT32).reshape(-1, _MATRIX_COLUMNS) for flat in (values, unit, values)
-        )
-
-    def reset(self) -> None:
-        """Clear the last result."""
-        self._result[:] = 0
-
-    def run(self, times: int) -> None:
-        """Compute the product ``times`` times."""
-        multiply = self._arrays.multiply
-        for _ in range(times):
-            multiply(self._left, self._right, self._result)
-
-    def check(self) -> str | None:
-        """A description of a wrong result, or None."""
-        return None if self._arrays.are_equal(self._result, self._left) else "the product of matrices is wrong"
-
-
 class OverlapTimer(CallTimer):
-    """Batches of an allreduce alone, ``num_calls`` matrix products alone, and both at once."""
+    """Batches of an allreduce alone, ``num_calls`` matrix products alone, and both at once.
+
+    A product computes in a core's cache, on one thread: a 64 x 512 matrix times the unit matrix.
+    """
 
     def __init__(self, adapter: Adapter, case: Case) -> None:
         super().__init__(adapter, case)
         if self.max_calls < _OVERLAP_ALLREDUCES:
             raise UnsupportedError(f"two sums in place of {case.num_ranks} ranks are not exact in {case.dtype.value}")
         self.max_calls = _MAX_CALLS
-        self._load = MatmulLoad(adapter.arrays)
+        columns = range(_MATRIX_COLUMNS)
+        values = [float((7 * row + column) % 5) for row in range(_MATRIX_ROWS) for column in columns]
+        unit = [float(row == column) for row in columns for column in columns]
+        self._left, self._right, self._product = (
+            self._arrays.from_values(flat, DataType.FLOAT32).reshape(-1, len(columns))
+            for flat in (values, unit, values)
+        )
 
     def run(self, message: dict[str, Any]) -> dict[str, Any]:
         """Run one batch; the answer has the three times in nanoseconds."""
-        num_products, wait, load = message["num_calls"], self.adapter.wait, self._load
+        wait, multiply = self.adapter.wait, self._arrays.multiply
         first, second = self.begin_batch(_OVERLAP_ALLREDUCES, message["batch"])
-        load.reset()
+        self._product[:] = 0
+
+        def compute() -> None:
+            for _ in range(message["num_calls"]):
+                multiply(self._left, self._right, self._product)
 
         def both() -> None:
             work = second()
-            load.run(num_products)
+            compute()
             wait(work)
 
-        alone = self._time(lambda: wait(first()))
-        computing = self._time(lambda: load.run(num_products))
-        together = self._time(both)
+        alone, computing, together = self._time(lambda: wait(first())), self._time(compute), self._time(both)
         self.adapter.barrier()
-        wrong = self.check(_OVERLAP_ALLREDUCES) or load.check()
+        wrong = self.check(_OVERLAP_ALLREDUCES)
+        if not self._arrays.are_equal(self._product, self._left):
+            wrong = "the product of matrices is wrong"
         return {"alone": alone, "computing": computing, "together": together, "wrong": wrong}
 
     def _time(self, action: Callable[[], object]) -> int:
@@ -345,8 +320,7 @@ class GroupTimer:
     def __init__(self, adapter: Adapter, case: Case, barrier: FileBarrier) -> None:
         self._adapter, self._barrier, self._is_default = adapter, barrier, case.operation is Operation.INIT
         self._input = adapter.arrays.from_values([adapter.rank + 1.0], DataType.FLOAT32)
-        total = adapter.num_ranks * (adapter.num_ranks + 1) / 2
-        self._sum = adapter.arrays.from_values([total], DataType.FLOAT32)
+        self._sum = adapter.arrays.from_values([adapter.num_ranks * (adapter.num_ranks + 1) / 2], DataType.FLOAT32)
 
     def run(self, message: dict[str, Any]) -> dict[str, Any]:
         """Run one batch; for a default group the message has the ``init_method``."""

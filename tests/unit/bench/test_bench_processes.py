@@ -222,9 +222,10 @@ def test_each_peer_has_its_start_commands(monkeypatch, tmp_path):
     hosts._names, hosts.addresses, hosts.secret = ["a", "b"], ["10.0.0.1", "10.0.0.2"], "s"
     spread = start_commands(Peer.GLOO, 4, **options, hosts=hosts)
     assert [command[:4] for command in spread] == [["ip", "netns", "exec", name] for name in "aabb"]
-    addresses = [command[command.index("--init-method") + 1] for command in (spread[0], spread[3])]
-    assert addresses == [hosts.init_method(Peer.GLOO)] * 2
-    assert hosts.init_method(Peer.GLOO) != hosts.init_method(Peer.NATIVE)
+    spread += start_commands(Peer.NATIVE, 4, **options, hosts=hosts)
+    first, *same, other = (command[command.index("--init-method") + 1] for command in spread[:5])
+    assert first.startswith("tcp://10.0.0.1:")
+    assert {first} == set(same) != {other}
     (mpi,) = start_commands(Peer.OPENMPI, 3, **options, hosts=hosts)
     assert mpi[mpi.index("--host") + 1] == "10.0.0.1:2,10.0.0.2:1"
     assert mpi[mpi.index("plm_ssh_agent") + 1] == str(tmp_path / "agent")

@@ -20,7 +20,7 @@ from ferrodist.bench.adapters.base import (
     UnsupportedError,
 )
 from ferrodist.bench.cases import Case, DataType, Operation, Peer
-from ferrodist.bench.worker import MatmulLoad, Workload, max_calls_in_place, num_buffers, open_timer
+from ferrodist.bench.worker import Workload, max_calls_in_place, open_timer
 from ferrodist.testing import run_ranks
 
 MOVING = [
@@ -99,7 +99,7 @@ def test_sums_in_place_stay_exact(dtype, num_ranks):
     arrays = TorchArrays()
     adapters, workloads = collect(case, arrays)
     num_calls = max_calls_in_place(dtype, num_ranks)
-    assert workloads[0].max_calls == num_calls * num_buffers(case.size_bytes) >= 1
+    assert workloads[0].max_calls == num_calls
     for workload in workloads:
         workload.begin_batch(num_calls, 1)
     tensors = [adapter.pairs[0][0] for adapter in adapters]
@@ -116,7 +116,11 @@ def test_sums_in_place_stay_exact(dtype, num_ranks):
 
 def test_small_arrays_take_turns():
     """Calls go round the arrays, each of which lies on cache lines of its own; large tensors have one."""
-    assert (num_buffers(0), num_buffers(8), num_buffers(64 * 1024), num_buffers(1 << 30)) == (16, 16, 4, 1)
+    for size_bytes, num_arrays in ((64 * 1024, 4), (1 << 20, 1)):
+        (adapter, _), _ = collect(
+            Case(operation=Operation.ALLREDUCE, num_ranks=2, size_bytes=size_bytes), NumpyArrays()
+        )
+        assert len(adapter.pairs) == num_arrays
     case = Case(operation=Operation.ALL_GATHER, num_ranks=2, size_bytes=8)
     adapters, workloads = collect(case, NumpyArrays())
     assert list(workloads[0].begin_batch(18, 1)) == [*range(16), 0, 1]
@@ -149,11 +153,13 @@ def test_numpy_holds_bfloat16_as_its_bits():
     assert np.array_equal(NumpyArrays().from_values(values, DataType.BFLOAT16), bits)
 
 
-def test_symmetric_arrays_are_in_shared_memory():
+def test_symmetric_arrays_are_in_shared_memory(monkeypatch, tmp_path):
     """They are ordinary tensors, of the type and length that is asked for, which their slices share."""
     (group,) = ferrodist.SimulatedBackend.create_group(1)
+    monkeypatch.setattr(ferrodist, "init_process_group", lambda *_, **__: None)
     with ferrodist.use_group(group):
-        made = ferrodist_adapter.empty_symmetric(6, DataType.BFLOAT16)
+        info = RankInfo(peer=Peer.NATIVE_SYMMETRIC, rank=0, num_ranks=1, folder=tmp_path)
+        made = ferrodist_adapter.FerrodistAdapter(info).arrays.empty(6, DataType.BFLOAT16)
     group.close()
     assert (made.shape, made.dtype) == ((6,), torch.bfloat16)
     made[2:4] = 1
@@ -171,18 +177,6 @@ def test_the_limit_copies(tmp_path):
     with pytest.raises(UnsupportedError, match="moves no bytes"):
         open_timer(adapter, Case(operation=Operation.BARRIER, num_ranks=1), FileBarrier(tmp_path / "groups", 0, 1))
     adapter.destroy_group()
-
-
-@pytest.mark.parametrize("arrays", [NumpyArrays(), TorchArrays()], ids=["numpy", "torch"])
-def test_wrong_matrix_products_are_found(arrays):
-    """A missing or a wrong product fails the check."""
-    product = MatmulLoad(arrays)
-    product.reset()
-    assert product.check() is not None
-    product.run(2)
-    assert product.check() is None
-    product._result[3, 4] += 1
-    assert product.check() == "the product of matrices is wrong"
 
 
 class Alone:
@@ -254,6 +248,22 @@ def test_an_overlap_has_three_times(tmp_path):
     assert answer["wrong"] is None
     assert min(answer[name] for name in ("alone", "computing", "together")) > 0
     assert "overlap" in run_alone(tmp_path, Operation.OVERLAP, 2, error=1)[1]["wrong"]
+
+
+@pytest.mark.parametrize("arrays", [NumpyArrays, TorchArrays])
+@pytest.mark.parametrize("wrong", [lambda left, right, out: None, lambda left, right, out: out.__setitem__((3, 4), 9)])
+def test_wrong_matrix_products_are_found(monkeypatch, tmp_path, arrays, wrong):
+    """A missing or a wrong product fails the check."""
+
+    class Wrong(arrays):
+        def __init__(self):
+            super().__init__()
+            self.multiply = wrong
+
+    monkeypatch.setitem(globals(), "NumpyArrays", arrays)
+    assert run_alone(tmp_path, Operation.OVERLAP, 2)[1]["wrong"] is None
+    monkeypatch.setitem(globals(), "NumpyArrays", Wrong)
+    assert run_alone(tmp_path, Operation.OVERLAP, 2)[1]["wrong"] == "the product of matrices is wrong"
 
 
 def test_an_overlap_that_cannot_be_checked_is_not_measured(tmp_path):

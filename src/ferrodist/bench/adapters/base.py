@@ -12,14 +12,13 @@ import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ferrodist.bench.cases import Case, DataType, Operation, Peer
+from ferrodist.bench.cases import GROUP_CREATIONS, Case, DataType, Operation, Peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 ALIGNMENT_BYTES = 64  # every array begins at a multiple of this, a cache line, in every library
-
 _COUNTER_WORDS = ALIGNMENT_BYTES // 8  # a counter of a barrier has a cache line of its own
 
 
@@ -114,7 +113,6 @@ class Adapter:
         partner = case.partner(self.rank)
         if partner is None:
             return lambda: None
-
         order = [(send, source), (receive, target)]
         (first, one), (second, other) = order if self.rank == 0 else reversed(order)
 
@@ -161,8 +159,7 @@ class MemoryCopyAdapter(Adapter):
         Operation.BARRIER: "a barrier moves no bytes",
         Operation.SUBMIT: "a copy starts at once",
         Operation.OVERLAP: "a copy and a computation of one thread follow each other",
-        Operation.INIT: "copies need no group",
-        Operation.NEW_GROUP: "copies need no group",
+        **dict.fromkeys(GROUP_CREATIONS, "copies need no group"),
     }
 
     def __init__(self, info: RankInfo) -> None:

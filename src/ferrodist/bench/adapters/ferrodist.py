@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 _SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
-def empty_symmetric(num_elements: int, dtype: DataType) -> torch.Tensor:
-    """A tensor in memory that all ranks share; all ranks allocate the same, in the same order."""
-    return fd.empty_symmetric((num_elements,), getattr(torch, dtype.value))
-
-
 class FerrodistAdapter(Adapter):
     """A rank of a ferrodist group."""
 
@@ -34,21 +29,20 @@ class FerrodistAdapter(Adapter):
         torch.set_num_threads(1)
         self.arrays: Arrays = TorchArrays()
         if info.peer is Peer.NATIVE_SYMMETRIC:
-            self.arrays.empty = empty_symmetric
-        self.rank, self.num_ranks = info.rank, info.num_ranks
+            self.arrays.empty = lambda count, dtype: fd.empty_symmetric((count,), getattr(torch, dtype.value))
         self.barrier, self.new_group, self.destroy_group = fd.barrier, fd.new_group, fd.destroy_process_group
         self.destroy_subgroup = lambda group: group.close()
         self.allreduce = lambda array, group: fd.allreduce(array, out=array, group=group)
         self.wait = lambda work: work.wait()
 
         def init_group(init_method: str) -> None:
-            place: dict[str, Any] = {"rank": info.rank, "init_method": init_method}
-            mpi = info.peer is Peer.OVER_MPI  # which assigns its ranks itself
-            fd.init_process_group(info.peer.backend, world_size=info.num_ranks, **({} if mpi else place))
+            assigns_ranks = info.peer is Peer.OVER_MPI
+            place: dict[str, Any] = {} if assigns_ranks else {"rank": info.rank, "init_method": init_method}
+            fd.init_process_group(info.peer.backend, world_size=info.num_ranks, **place)
 
         self.init_group = init_group
         self.init_group(info.init_method)
-        self.rank = fd.default_group().rank
+        self.rank, self.num_ranks = fd.default_group().rank, info.num_ranks
         self.versions = {"ferrodist": fd.__version__, "torch": str(torch.__version__)}
         if info.peer is Peer.OVER_MPI:
             self.versions["library"] = library_version()
@@ -84,11 +78,12 @@ class NcclAdapter(FerrodistAdapter):
         self.versions["library"] = version
         self.allreduce(self.arrays.from_values([1.0], DataType.FLOAT32), None)  # connects the ranks, or fails now
         self.synchronize()
-        self.wait = self._wait
 
-    def _wait(self, work: fd.PendingCollective[torch.Tensor]) -> None:
-        work.wait()
-        self.synchronize()
+        def wait(work: fd.PendingCollective[torch.Tensor]) -> None:
+            work.wait()
+            self.synchronize()
+
+        self.wait = wait
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
