@@ -68,4 +68,4 @@ def run_demo(options: DemoOptions) -> int:
         return 1
     from ferrodist.demo.comparison import compare_runs  # noqa: PLC0415 - needs the extra
 
-    return compare_runs(options)
+    return compare_runs(**asdict(options))

@@ -29,8 +29,6 @@ from ferrodist.wording import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ferrodist.demo.cli import DemoOptions
-
     RunResult = tuple[History, Sequence[Mapping[str, Any]]]
 
 EPS = float(np.finfo(np.float32).eps)  # the distance from 1 to the next larger float32
@@ -39,24 +37,24 @@ _POLL_INTERVAL_SECONDS = 0.05
 _ONE, _SEVERAL, _QUIET = "#9ecae1", "#08519c", "#888888"
 
 
-def compare_runs(options: DemoOptions) -> int:
+def compare_runs(ranks: int, epochs: int, seed: int, plot: Path) -> int:
     """Train on one rank and on several, compare and plot; returns the exit code, see `run_demo`."""
     results: list[RunResult] = []
     with TrainingDisplay() as display:
-        for num_ranks in (1, options.ranks):
+        for num_ranks in (1, ranks):
             display.begin(counted(num_ranks, "rank"))
-            outcome = _train(options, num_ranks, display.show)
+            outcome = _train(num_ranks, epochs, seed, display.show)
             if isinstance(outcome, int):
                 return outcome
             results.append(outcome)
-    save_plot(options.plot, *(history for history, _ in results), num_ranks=options.ranks)
-    return _report(options, *results)
+    save_plot(plot, *(history for history, _ in results), num_ranks=ranks)
+    return _report(plot, *results)
 
 
-def _train(options: DemoOptions, num_ranks: int, show: Callable[[Progress], None]) -> RunResult | int:
+def _train(num_ranks: int, epochs: int, seed: int, show: Callable[[Progress], None]) -> RunResult | int:
     """Train in new processes; returns rank 0's history and each rank's parameters, or a failed launcher's exit code."""
     with tempfile.TemporaryDirectory(prefix="ferrodist-demo-") as folder:
-        arguments = (folder, str(options.epochs), str(options.seed))
+        arguments = (folder, str(epochs), str(seed))
         spec = LaunchSpec(
             program="ferrodist.demo.worker", arguments=arguments, kind=ProgramKind.MODULE, nproc_per_node=num_ranks
         )
@@ -68,10 +66,10 @@ def _train(options: DemoOptions, num_ranks: int, show: Callable[[Progress], None
         return msgspec.json.decode(Path(folder, "0.json").read_bytes(), type=History), weights
 
 
-def _report(options: DemoOptions, one: RunResult, several: RunResult) -> int:
+def _report(plot: Path, one: RunResult, several: RunResult) -> int:
     """Print the comparison; returns the exit code."""
     histories, (alone, weights) = (one[0], several[0]), (one[1][0], several[1])
-    history, num_steps, ranks = several[0], len(several[0].losses), counted(options.ranks, "rank")
+    history, num_steps, ranks = several[0], len(several[0].losses), counted(len(weights), "rank")
     comparison, identical = compare_weights(alone, weights[0], num_steps), are_identical(weights)
     checks = {
         f"test accuracy is below {MIN_ACCURACY:.0%}": all(run.accuracies[-1] >= MIN_ACCURACY for run in histories),
@@ -84,7 +82,7 @@ def _report(options: DemoOptions, one: RunResult, several: RunResult) -> int:
     same = "the same weights, bit for bit" if identical else "DIFFERENT weights"
     lines = [
         "",
-        f"{images}, {options.epochs} epochs, {num_steps} steps; {history.num_test} images for the test.",
+        f"{images}, {len(history.accuracies)} epochs, {num_steps} steps; {history.num_test} images for the test.",
         *(
             f"  {title:<18} test accuracy {run.accuracies[-1]:.2%}, trained in {run.seconds:.1f} s"
             for title, run in zip(("1 rank", f"{ranks} over TCP"), histories, strict=True)
@@ -98,7 +96,7 @@ def _report(options: DemoOptions, one: RunResult, several: RunResult) -> int:
         "  rounds each sum. The bound lets each step move a weight by one unit in its last place: a rule of thumb,",
         "  for later steps may enlarge or damp a difference.",
         "",
-        f"plot: {options.plot}",
+        f"plot: {plot}",
         *(f"FAILED: {failure}" for failure in failures),
     ]
     if sys.stdout is not None:

@@ -128,10 +128,8 @@ def test_one_rank_and_two_train_the_same_model():
 def test_the_demo_fails_below_97_percent(monkeypatch, capsys, tmp_path):
     """Too short a training ends with exit code 1 and says why; batches that don't divide by the ranks are all right."""
 
-    def run(options, num_ranks, _):
-        found = run_ranks(
-            lambda group: train(group, num_epochs=options.epochs, seed=3, on_progress=lambda _: None), num_ranks
-        )
+    def run(num_ranks, epochs, _seed, _show):
+        found = run_ranks(lambda group: train(group, num_epochs=epochs, seed=3, on_progress=lambda _: None), num_ranks)
         weights = [{name: tensor.numpy() for name, tensor in tensors.items()} for tensors, _ in found]
         return found[0][1], weights
 
