@@ -60,7 +60,7 @@ def merge_trees(nodes: Mapping[int, Node], path: tuple[object, ...] = ()) -> Nod
             return {"tensor": others.pop()}
     raise DistCheckpointError(
         f"{path_text(path)} differs between ranks: rank {first_rank} has {_abbreviate(first)}, rank {other} has"
-        f" {_abbreviate(nodes[other])}. What each rank has its own of is saved as PerRank(value)",
+        f" {_abbreviate(nodes[other])}. Save PerRank(value) if the ranks are meant to differ",
         ranks=(first_rank, other),
     )
 
@@ -212,8 +212,8 @@ def _check_same_tensor(key: str, by_rank: Mapping[int, TensorReport]) -> TensorD
         if (other.shape, other.dtype) != (first.shape, first.dtype):
             raise DistCheckpointError(
                 f"tensor {key!r} differs between ranks: {first.dtype} of shape {first.shape} on rank {first_rank},"
-                f" {other.dtype} of shape {other.shape} on rank {rank}. What each rank has its own of is saved as"
-                " PerRank(value)",
+                f" {other.dtype} of shape {other.shape} on rank {rank}. Save PerRank(tensor) if the ranks are"
+                " meant to differ",
                 ranks=(first_rank, rank),
             )
     return TensorDescription(first.shape, first.dtype, first.placement)
@@ -222,8 +222,7 @@ def _check_same_tensor(key: str, by_rank: Mapping[int, TensorReport]) -> TensorD
 def _find_owners(key: str, by_rank: Mapping[int, TensorReport]) -> dict[Span, list[int]]:
     """Return the distinct boxes of a tensor, each with the ranks that have it."""
     owners: dict[Span, list[int]] = {}
-    digests: dict[tuple[Span, tuple[int, ...]], tuple[int, str]] = {}
-    """By box and addend: the first rank, and what it has."""
+    digests: dict[tuple[Span, tuple[int, ...]], tuple[int, str]] = {}  # by box and addend: the first rank, its digest
     for rank, tensor in by_rank.items():
         for box in tensor.boxes:
             span = Span(key, box.offsets, box.shape)
@@ -247,7 +246,7 @@ def _check_coverage(key: str, shape: tuple[int, ...], spans: Collection[Span]) -
         raise DistCheckpointError(
             f"the shards of tensor {key!r} on all ranks don't have each of its elements once: they have {found}"
             f" elements, and the tensor of shape {shape} has {prod(shape)}. Shards are missing or overlap, or ranks"
-            " shard it differently or name it differently"
+            " shard it differently or name it differently: save from all ranks that have one, under one key"
         )
 
 

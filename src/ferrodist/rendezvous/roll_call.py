@@ -168,13 +168,14 @@ def _decide(store: Store, request: JoinRequest, where: str, stage: str) -> JoinR
     rejections = _list_rejections(store)
     if missing:
         absent = f"{ranks_text(missing)} of {world_size}"
+        advice = "Check that each of them was started, and with the same address, world size, job and secret."
     else:  # ended or stopped between claiming and counting itself: which of them is not known
         absent = f"{world_size - num_present} of {counted(world_size, 'rank')}, after claiming a number,"
+        advice = "Look at the logs of all ranks for one that ended or hangs."
     message = (
-        f"{where}: {absent} did not come within {deadline.elapsed():.1f} s (limit "
-        f"{deadline.timeout:.1f} s). "
+        f"{where}: {absent} did not come within {deadline.elapsed():.1f} s (limit {deadline.timeout:.1f} s). "
         + (f"Turned away: {rejections}. " if rejections else "No process was turned away. ")
-        + "Check that each of them was started, and with the same address, world size, job and secret."
+        + advice
     )
     return JoinReply(error_to_wire(RendezvousError(message, ranks=missing)))
 

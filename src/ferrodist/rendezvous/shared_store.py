@@ -112,7 +112,7 @@ def _create_job(
         current = store.compare_set(_JOB_INFO_KEY, b"", info, timeout=request.deadline.remaining())
         if current == info:
             return secret, nonce
-        if _decode_job_info(current).nonce in left_stores and not request.deadline.expired:
+        if _decode_job_info(current).nonce in left_stores:
             wait_for_next_round(where, request.deadline)
             continue
         message = f"{where}: another rank 0 has begun a rendezvous there; {advice}"
@@ -138,7 +138,11 @@ def _join_job(store: Store, request: JoinRequest, where: str, advice: str, *, is
             ranks=(request.rank,),
         )
     elif info.job != request.job:
-        refusal = RendezvousError(f"{who}: it belongs to job {info.job!r}; {advice}", ranks=(request.rank,))
+        refusal = RendezvousError(
+            f"{who} asked for job {request.job!r}, and rank 0 for job {info.job!r}: pass the same one on every rank;"
+            f" {advice}",
+            ranks=(request.rank,),
+        )
     elif info.world_size != request.world_size:
         refusal = InvalidWorldSizeError(
             f"{who} was started with world size {request.world_size}, rank 0 with {info.world_size}; {advice}",
@@ -185,16 +189,17 @@ def _find_interface(store: Store, world_size: int, deadline: Deadline, server: s
                 host = _route_interface(known, deadline)
                 if not ipaddress.ip_address(host).is_loopback:
                     return host
-    if others[0] == socket.gethostname():
+    other = next((name for name in others if name != socket.gethostname()), None)
+    if other is None:
         raise RendezvousError(
             f"another host has this one's name, {others[0]}, so it can't be found by it; set MASTER_ADDR to rank 0's"
             " address, or use init_method='tcp://host:port'"
         )
     try:
-        return _route_interface(others[0], deadline)
+        return _route_interface(other, deadline)
     except OSError as error:
         raise RendezvousError(
-            f"this host finds no way to host {others[0]} ({error}); set MASTER_ADDR to rank 0's address, or use"
+            f"this host finds no way to host {other} ({error}); set MASTER_ADDR to rank 0's address, or use"
             " init_method='tcp://host:port'"
         ) from error
 

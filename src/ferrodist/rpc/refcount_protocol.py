@@ -12,8 +12,8 @@ the death of each for the other.
     R -> O   CONFIRM      these have arrived
     R -> O   RELEASE      R has no reference to it any more, of so many that arrived
 
-Registered references are a `PendingTransfer` at O, and keep their objects, until one of these takes it over or away;
-each names the transfer id, so that none takes more than what it means:
+Registered references are a `PendingTransfer` at O, which keeps their objects alive until one of these confirms or drops
+it; each names the transfer id, so that it affects no other transfer:
 
 - R confirms: its counts at O grow by as much. Notices come in order, so a RELEASE finds what was confirmed before.
 - S has not sent it: the rank, or the call, was gone when O answered. S says so: UNREGISTER.
@@ -161,7 +161,7 @@ class RefCountClient(PeerListener):
                 self._notify(user, SETTLE, functools.partial(tuple, arguments))
 
     def _notify(self, rank: int, name: str, make_arguments: Callable[[], tuple[Any, ...] | None]) -> bool:
-        """Notify a rank, if it is there: otherwise it has lost this one, and what was counted between them."""
+        """Send a notice; False if the rank is not connected: it has lost this one, and what was counted is void."""
         try:
             self.client.notify(rank, name, make_arguments)
         except DistributedError:
@@ -341,7 +341,7 @@ class RRefTransfer(ReferenceTransfer):
         if error is None and call.result() is not True:
             return PeerLostError(
                 f"rank {self._peer} can't be sent references to objects of rank {owner}, which has lost it, or knows"
-                " that it was started again",
+                f" that rank {self._peer} was started again: send them when the two are connected",
                 ranks=(self._peer,),
             )
         return error
@@ -375,7 +375,10 @@ def _unsent_creation(reference: RRef) -> OneShot[BaseException | None] | None:
 
 
 def _given_up_error() -> RpcError:
-    return RpcError("the call had ended before it could be sent: references in it were to be registered first")
+    return RpcError(
+        "the call had ended, by its timeout or cancelled, while the references in its arguments were being registered"
+        " at their owners, so it was never sent: pass a larger timeout"
+    )
 
 
 def _after_all(events: Sequence[Callable[[Callable[[object], None]], object]], then: Callable[[], None]) -> None:

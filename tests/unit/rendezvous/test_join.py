@@ -234,6 +234,7 @@ def test_a_rank_that_dies_between_claiming_and_coming(in_threads):
     assert {type(error) for error in errors} == {RendezvousError}
     assert len({error.message for error in errors}) == 1
     assert "1 of 3 ranks, after claiming a number, did not come" in errors[0].message
+    assert "Look at the logs of all ranks for one that ended or hangs." in errors[0].message
 
 
 def test_a_name_server_that_does_not_answer(silent_name_server):
@@ -525,6 +526,16 @@ def test_hosts_of_one_name_are_not_one_host(tmp_path, in_threads, hosts):
     errors = in_threads(*calls)
     assert {type(error) for error in errors} == {RendezvousError}
     assert "another host has this one's name, a, so it can't be found by it; set MASTER_ADDR" in errors[0].message
+
+
+def test_hosts_of_one_name_find_their_interface_by_a_third(tmp_path, in_threads, hosts):
+    """A host of another name shows the interface, whatever the others are called."""
+    on_host, reachable = hosts
+    reachable.update(a=1, b=1)
+    names = ["a", "a's twin", "b"]
+    members = in_threads(*[on_host(name, join(f"file://{tmp_path}/meet", rank, 3)) for rank, name in enumerate(names)])
+    assert [member.rank for member in members] == [0, 1, 2]
+    close_all(lambda *closes: in_threads(*[on_host("a", close) for close in closes]), members)
 
 
 def test_ranks_of_several_hosts_in_a_store_of_a_server(in_threads, hosts, monkeypatch):

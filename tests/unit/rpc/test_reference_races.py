@@ -313,7 +313,7 @@ def test_a_receiver_that_the_owner_never_meets(cluster):
     call = cluster.agents[SENDER].rpc_async(RECEIVER, "take", cluster.object())
     until(lambda: cluster.kept() == (1, 1))
     cluster.start(RECEIVER, OWNER)
-    with pytest.raises(PeerLostError, match="or knows that it was started again"):
+    with pytest.raises(PeerLostError, match="or knows that rank 2 was started again"):
         call.result()
     old.close()
 

@@ -1,11 +1,13 @@
-"""Frames over an MPI communicator, sent and handed over in order, and the thread that moves them.
+"""Frames over an MPI communicator, in order but for urgent ones, and the thread that moves them.
 
 MPI gets copies, so a user's buffer is never MPI's, whatever becomes of a message. A send that MPI has started can't be
-taken back; so MPI gets only `_WINDOW_BYTES` per rank at a time, and the rest waits in a queue.
+taken back; so MPI gets no more frames for a rank while over `_WINDOW_BYTES` are on their way, and the rest waits in a
+queue.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -22,7 +24,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _WINDOW_BYTES = 4 << 20
 _TAG = 0
@@ -62,7 +64,7 @@ class FrameTransport:
         self._on_frame = on_frame
         self._peers = [_PeerQueue() for _ in range(communicator.Get_size())]
         self._send_lock = threading.Lock()  # not held during callbacks
-        self._receive_lock = threading.Lock()
+        self._poll_lock = threading.Lock()  # held while frames move, callbacks included
         self._status = mpi.Status()
         self._is_closed = False
         self.num_receiving = 0
@@ -70,8 +72,7 @@ class FrameTransport:
     def push(self, destination: int, queued: QueuedFrame) -> None:
         """Send a frame as soon as the window allows; frames to a lost rank are dropped."""
         peer = self._peers[destination]
-        sent: list[QueuedFrame] = []
-        with self._send_lock:
+        with self._sending() as sent:
             if peer.is_lost or self._is_closed:
                 return
             if queued.frame.kind in URGENT:
@@ -79,7 +80,6 @@ class FrameTransport:
             else:
                 peer.waiting.append(queued)
                 self._fill_window(peer, destination, sent)
-        _notify_sent(sent)
 
     def drop(self, destination: int, owner: object) -> int:
         """Drop an owner's frames that MPI has not been given; returns their number."""
@@ -110,34 +110,44 @@ class FrameTransport:
 
     def close(self) -> None:
         """Stop using the communicator, in all threads, so that it can be freed."""
-        with self._receive_lock, self._send_lock:
+        with self._poll_lock, self._send_lock:
             self._is_closed = True
 
-    def poll(self, patience: float = 0) -> bool:
+    def poll(self, timeout: float = 0) -> bool:
         """Move frames; whether there were any. Raises MPI's exceptions.
 
-        While another thread polls, this waits for it, ``patience`` seconds at most.
+        While another thread polls, this waits for it, ``timeout`` seconds at most.
         """
-        if not self._receive_lock.acquire(timeout=patience):
+        if not self._poll_lock.acquire(timeout=timeout):
             return False
         try:
             return False if self._is_closed else self._poll_sends() | self._poll_receives()
         finally:
-            self._receive_lock.release()
+            self._poll_lock.release()
 
     # Sending.
 
+    @contextlib.contextmanager
+    def _sending(self) -> Iterator[list[QueuedFrame]]:
+        """Hold the lock of sends; then call ``on_sent`` of the frames in the list, also after an exception of MPI's."""
+        sent: list[QueuedFrame] = []
+        try:
+            with self._send_lock:
+                yield sent
+        finally:
+            for queued in sent:
+                if queued.on_sent is not None:
+                    queued.on_sent()
+
     def _poll_sends(self) -> bool:
         moved = False
-        sent: list[QueuedFrame] = []
-        with self._send_lock:
+        with self._sending() as sent:
             for destination, peer in enumerate(self._peers):
                 while peer.sending and peer.sending[0][0].Test():
                     peer.sending_bytes -= peer.sending.popleft()[1]
                     moved = True
                 if peer.waiting:
                     self._fill_window(peer, destination, sent)
-        _notify_sent(sent)
         return moved or bool(sent)
 
     def _fill_window(self, peer: _PeerQueue, destination: int, sent: list[QueuedFrame]) -> None:
@@ -208,12 +218,6 @@ class FrameTransport:
         peer.receiving.clear()
 
 
-def _notify_sent(sent: list[QueuedFrame]) -> None:
-    for queued in sent:
-        if queued.on_sent is not None:
-            queued.on_sent()
-
-
 _BUSY_SECONDS = 2e-3  # how long the thread goes on polling often after a frame has come
 _BUSY_POLL_INTERVAL_SECONDS = 50e-6
 _AWAITED_POLL_INTERVAL_SECONDS = 0.5e-3
@@ -240,7 +244,7 @@ class ProgressThread:
         self._is_awaited = is_awaited
         self._is_over = is_over
         self._on_end = on_end
-        self._num_waiting = 0
+        self._num_waiting, self._num_waiting_lock = 0, threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -259,7 +263,7 @@ class ProgressThread:
             return True
         deadline = Deadline(timeout)
         backoff = Backoff()
-        self._num_waiting += 1
+        self._count_waiting(1)
         try:
             while not done():
                 if deadline.expired:
@@ -269,8 +273,12 @@ class ProgressThread:
                 else:
                     backoff.pause(deadline.remaining())
         finally:
-            self._num_waiting -= 1
+            self._count_waiting(-1)
         return True
+
+    def _count_waiting(self, change: int) -> None:
+        with self._num_waiting_lock:
+            self._num_waiting += change
 
     def _run(self) -> None:
         busy_until = next_check = 0.0

@@ -91,7 +91,7 @@ class StreamExecutor:
         self.num_called = 0
         self._handle = GroupCommunicator(group, library)
         self._outstanding: deque[InFlightOp] = deque()
-        self._reaping = threading.Lock()
+        self._outstanding_lock = threading.Lock()
         self._local = threading.local()
         # The group's listeners hold these for as long as it lasts, so they must not keep a dropped group alive.
         self._verifier = RingVerifier(group, self.reporter())
@@ -120,8 +120,10 @@ class StreamExecutor:
             self._check()
             if not has_turn:
                 raise DistributedTimeoutError(
-                    f"operation {call.sequence} on group {self._group.name!r}: operations that other threads began"
-                    f" before it were not launched within {deadline.timeout:g} s"
+                    f"{call} on group {self._group.name!r}: operations that other threads of rank {self._group.rank}"
+                    f" began before it were not launched within {deadline.timeout:g} s. Look for a thread that hangs in"
+                    " one of them, or pass a larger timeout.",
+                    ranks=(self._group.rank,),
                 )
             self._open(tensors[0].device, call, info, deadline)
             self.num_called = call.sequence + 1
@@ -154,7 +156,7 @@ class StreamExecutor:
         launched.kept = ()
 
     def take_over(self, tensor: torch.Tensor) -> None:
-        """Make the caller's stream wait for everything launched so far, which wrote ``tensor``, to read it there."""
+        """Make ``tensor``, which the operations launched so far wrote, safe to read on the caller's stream."""
         streams = self._streams_of(tensor.device)
         caller = streams.current()
         streams.order(caller, streams.record(self._stream_on(tensor.device)))
@@ -166,7 +168,7 @@ class StreamExecutor:
         self._local.started = []
 
     def end_async(self) -> LaunchedOps:
-        """The operations launched since `begin_async`."""
+        """End `begin_async` in this thread; returns the operations launched since."""
         started: list[InFlightOp] = self._local.started
         self._local.started = None
         return LaunchedOps(
@@ -205,7 +207,8 @@ class StreamExecutor:
             streams.order(caller, end)
         kept = () if blocks_caller else tuple(tensors)
         launched = InFlightOp(info, streams, start=start, end=end, kept=kept, caller=caller.cuda_stream)
-        self._outstanding.append(launched)
+        with self._outstanding_lock:  # the watchdog looks through them
+            self._outstanding.append(launched)
         self._watchdog.watch(self)
         return launched
 
@@ -286,7 +289,8 @@ class StreamExecutor:
             self.abort()
             return False
         self._reap()
-        oldest = next(iter(self._outstanding), None)
+        with self._outstanding_lock:
+            oldest = self._outstanding[0] if self._outstanding else None
         if oldest is not None and oldest.is_overdue(now):
             self._group.abort(self._liveness.timeout_error(self._group, oldest.info))
         return bool(self._outstanding)
@@ -302,14 +306,14 @@ class StreamExecutor:
         self._watchdog.watch(self, at_once=True)
 
     def _reap(self) -> None:
-        with self._reaping:
+        with self._outstanding_lock:
             while self._outstanding and self._outstanding[0].done():
                 self._outstanding.popleft()
 
     def abort(self) -> None:
         """Abort the failed group's communicator, which ends kernels that wait for other ranks."""
         self._handle.abort()
-        with self._reaping:
+        with self._outstanding_lock:
             for launched in self._outstanding:
                 self._keep(launched.kept)
             self._outstanding.clear()

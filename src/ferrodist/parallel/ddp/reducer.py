@@ -223,7 +223,7 @@ class Reducer:
             self._check_unchanged()
             for index, bucket in enumerate(self.buckets):
                 self._start_buckets(index + 1, timeout, is_joined=is_joined)
-                with add_error_context(lambda index=index: self._describe_bucket(index), _ADVICE):  # type: ignore[misc]
+                with add_error_context(partial(self._describe_bucket, index), _ADVICE):
                     bucket.wait()
             position = self._round.find_missing()
             if position is not None:
@@ -241,9 +241,9 @@ class Reducer:
         arrived = list(self._round.counts)
         self._reset_round(is_complete=True)
         if uneven:
-            self._raise_uneven(uneven, is_joined=is_joined)
+            self._raise_uneven(uneven, timeout, is_joined=is_joined)
         if not self._is_rebuilt:
-            self._rebuild_buckets(arrived)
+            self._rebuild_buckets(arrived, timeout)
         if self.after_round is not None:
             self.after_round(self._root)
 
@@ -252,12 +252,16 @@ class Reducer:
         self.is_syncing, self.before_round, self.after_round = other.is_syncing, other.before_round, other.after_round
         self.has_unreduced_gradients = other.has_unreduced_gradients
 
-    def watch_outputs(self, outputs: Sequence[torch.Tensor], unused: frozenset[int]) -> None:
-        """Hook a forward's outputs that require grad, so that the round opens where their gradients begin to flow."""
+    def watch_outputs(self, outputs: Sequence[torch.Tensor], unused_ids: frozenset[int]) -> None:
+        """Hook a forward's outputs that require grad, so that the round opens where their gradients begin to flow.
+
+        ``unused_ids`` are the ids of the parameters that the outputs don't depend on.
+        """
         if not self._ordered:
             return
         if not self._round.is_open:
-            positions = frozenset(position for position, owner in enumerate(self._ordered) if id(owner) in unused)
+            positions = frozenset(position for position, owner in enumerate(self._ordered) if id(owner) in unused_ids)
+            # After several forwards a parameter is unused if none of them uses it.
             self._round.unused = positions & self._round.unused if self._has_forwards else positions
             self._has_forwards = True
         hook = weak_method(self, Reducer._on_output_gradient)
@@ -335,16 +339,17 @@ class Reducer:
             self._reset_round(is_complete=False)
             raise
 
-    def _rebuild_buckets(self, arrived: list[int]) -> None:
+    def _rebuild_buckets(self, arrived: list[int], timeout: float | None) -> None:
         """Rebuild the buckets in the order of arrival; see [Note: rebuilding buckets]."""
         self._is_rebuilt = True
         if not self._ordered:
             return
         names, parameters, old = self._names, self._ordered, self._round
-        digest = int.from_bytes(hashlib.sha256("\n".join(sorted(names)).encode()).digest()[:8], "little", signed=True)
+        digest = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:8], "little", signed=True)
         rest = sorted(set(range(len(parameters))) - set(arrived))
         with add_error_context(lambda: f"{self._title} agrees on the order of gradients after a step.", _ADVICE):
-            orders = all_gather(torch.tensor([[digest, *arrived, *rest]], device="cpu"), group=self._group).tolist()
+            own = torch.tensor([[digest, *arrived, *rest]], device="cpu")
+            orders = all_gather(own, group=self._group, timeout=timeout).tolist()
             differing = tuple(rank for rank, order in enumerate(orders) if order[0] != orders[0][0])
             if differing:
                 raise CollectiveMismatchError(
@@ -361,10 +366,10 @@ class Reducer:
             for bucket_index, index_in_bucket in self._locations:
                 self.buckets[bucket_index].copy_in(index_in_bucket)
 
-    def _raise_uneven(self, names: list[str], *, is_joined: bool) -> None:
+    def _raise_uneven(self, names: list[str], timeout: float | None, *, is_joined: bool) -> None:
         """Raise, on all ranks, for parameters that only some ranks have a gradient for."""
         lacking = [name for bucket in self.buckets for name in bucket.absent if name in names and not is_joined]
-        everyone = all_gather_object(lacking, group=self._group)
+        everyone = all_gather_object(lacking, group=self._group, timeout=timeout)
         first = names[0]
         ranks = tuple(rank for rank, theirs in enumerate(everyone) if first in theirs)
         more = f" (and {len(names) - 1} more parameters likewise)" if len(names) > 1 else ""
@@ -437,9 +442,9 @@ class Reducer:
         """End the round of a backward that failed."""
         if self._num_started:
             error = GroupAbortedError(
-                f"an earlier backward of DDP on rank {self._group.rank} of group {self._group.name!r} ended in an error"
-                f" after {self._num_started} of {counted(len(self.buckets), 'bucket')} had started, so the ranks are"
-                " out of step. Make a new group, and a new DDP on it, to continue after a failed backward.",
+                f"an earlier backward of {self._title} on rank {self._group.rank} of group {self._group.name!r} ended"
+                f" in an error after {self._num_started} of {counted(len(self.buckets), 'bucket')} had started, so the"
+                " ranks are out of step. Make a new group, and a new DDP on it, to continue after a failed backward.",
                 ranks=(self._group.rank,),
             )
             self._group.abort(error)

@@ -133,10 +133,13 @@ class UnitScheduler:
         is_in_backward = self._run is not None and current_backward_id() != -1
         if self._trace is not None or is_in_backward or self.is_summoned:
             raise RuntimeError(
-                "this can't be called inside of forward, backward or summon_full_params(): call it before or after"
+                "this method of FSDP can't be called inside of forward, backward or summon_full_params(): call it"
+                " before or after"
             )
         if self._run is not None:
             self._abort_incomplete_run(self._run)
+        if not keep_prefetched:
+            self._prefetched.clear()
         for unit in self.units:
             if not keep_prefetched or unit.state is UnitState.GATHERED or unit.index not in self._prefetched:
                 unit.free()
@@ -422,6 +425,7 @@ class UnitScheduler:
         self._open_calls.clear()
         self._reducing.clear()
         self._prefetched.clear()
+        self._unsynced.clear()
         self._buffer.reset()
         for unit in self.units:
             unit.reset_after_failure()

@@ -376,6 +376,31 @@ def test_frames_beyond_the_window_can_be_dropped():
     assert transport.is_idle()
 
 
+def test_senders_learn_of_copied_frames_when_a_later_one_fails():
+    """A frame that MPI has copied is reported to its sender, also if MPI raises for another rank's frame after it."""
+    communicator, copied = _NoMessages(), []
+    transport = FrameTransport(SimpleNamespace(Status=object, BYTE=0, ANY_SOURCE=-1), communicator, lambda *_: None)
+    communicator.has_room = False
+    data = memoryview(bytearray(MAX_PAYLOAD))
+    for rank in (0, 1):
+        for number in range(5):
+            queued = QueuedFrame(
+                Frame(FrameType.DATA), data, on_sent=lambda rank=rank, n=number: copied.append((rank, n))
+            )
+            transport.push(rank, queued)
+    assert len(copied) == 8
+
+    def isend(_buffer, destination, _tag):
+        if destination == 1:
+            raise ConnectionError("rank 1 is dead")
+        return SimpleNamespace(Test=lambda: True)
+
+    communicator.has_room, communicator.Isend = True, isend
+    with pytest.raises(ConnectionError, match="rank 1 is dead"):
+        transport.poll()
+    assert copied[8:] == [(0, 4)]
+
+
 def test_a_closed_transport_does_not_use_its_communicator():
     """After close nothing is sent or received: the communicator may have been freed."""
     communicator = _NoMessages()

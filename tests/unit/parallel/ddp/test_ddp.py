@@ -924,7 +924,7 @@ def test_a_failed_backward_after_a_bucket_ends_the_group(freezes):
 
     for error in run_ranks(backward, 2):
         assert type(error) is GroupAbortedError
-        assert "earlier backward of DDP on rank 1" in str(error)
+        assert "earlier backward of DDP model 0 (Branches) on rank 1" in str(error)
         assert "Make a new group" in str(error)
 
 
