@@ -345,7 +345,7 @@ class Reducer:
         if not self._ordered:
             return
         names, parameters, old = self._names, self._ordered, self._round
-        digest = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:8], "little", signed=True)
+        digest = int.from_bytes(hashlib.sha256("\n".join(sorted(names)).encode()).digest()[:8], "little", signed=True)
         rest = sorted(set(range(len(parameters))) - set(arrived))
         with add_error_context(lambda: f"{self._title} agrees on the order of gradients after a step.", _ADVICE):
             own = torch.tensor([[digest, *arrived, *rest]], device="cpu")
