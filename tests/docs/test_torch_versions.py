@@ -19,6 +19,12 @@ def test_the_page_has_the_table_of_the_stored_results():
     assert torch_versions.page_with_table(page) == page
 
 
+def test_the_subjects_tests_exist():
+    """A test file that is renamed is renamed there, too."""
+    paths = [path for paths in torch_versions.SUBJECTS.values() for path in paths]
+    assert [path for path in paths if not (torch_versions.ROOT / path).exists()] == []
+
+
 @pytest.mark.parametrize("torch_version", TESTED_VERSIONS)
 def test_a_version_that_is_called_tested_has_results_without_failures(torch_version):
     """`ferrodist doctor` calls no version tested whose tests were not run, all of them, or failed."""
