@@ -36,7 +36,7 @@ ASYNCHRONOUS = {Operation.SUBMIT, Operation.OVERLAP}  # calls only start the ope
 ALLREDUCES = {Operation.ALLREDUCE, *ASYNCHRONOUS}  # of the case's size
 REDUCTIONS = {Operation.REDUCE_SCATTER, *ALLREDUCES}  # the others move bytes
 IN_PLACE = {Operation.BROADCAST, *ALLREDUCES}
-PARTITIONED = {Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL}  # a tensor has a part a rank
+PARTITIONED = {Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL}  # a tensor has one part per rank
 GROUP_CREATIONS = (Operation.INIT, Operation.NEW_GROUP)
 UNSIZED = {Operation.BARRIER, *GROUP_CREATIONS}  # the size in bytes can't be chosen
 

@@ -108,14 +108,14 @@ def _await_verdict(store: Store, view: Store, request: JoinRequest, where: str) 
                 raise
         claimed = list_claims(store, world_size)
         missing = [other for other in range(world_size) if other not in claimed]
-        if missing and request.rank == min(claimed, default=request.rank):
+        if request.rank == min(claimed, default=request.rank):
             have_not = "has not" if len(missing) == 1 else "have not"
+            absent = f"{ranks_text(missing)} of {world_size} {have_not} come yet"
+            if not missing:
+                absent = f"all {world_size} ranks have claimed their numbers, and not all of them went on"
             rejections = _list_rejections(store)
-            _log.warning(
-                "%s: %s of %d %s come yet, after %s%s",
-                *(where, ranks_text(missing), world_size, have_not, Elapsed.of(deadline)),
-                f". Turned away: {rejections}" if rejections else "",
-            )
+            turned_away = f". Turned away: {rejections}" if rejections else ""
+            _log.warning("%s: %s, after %s%s", where, absent, Elapsed.of(deadline), turned_away)
     return view.get("verdict", timeout=deadline.remaining() + grace)
 
 

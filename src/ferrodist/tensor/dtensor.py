@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from ferrodist.torch_private.tensors import base_data, call_plain, is_held_once,
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ferrodist.mesh import DeviceMesh
 
@@ -329,13 +328,21 @@ for _operator, _method in _WRITES.items():
     setattr(DTensor, f"__{_operator}__", getattr(torch.Tensor, _method))
 
 
-def _refuse(self: DTensor, name: str, *_: Any, **__: Any) -> Any:
-    del self
-    raise TypeError(f"{name}() of a DTensor, of which each rank has a shard: call it on full_tensor() or to_local()")
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        """Refused, since each rank has a shard: call it on `full_tensor` or `to_local`."""
+        del self, args, kwargs
+        shown = "numpy" if name == "__array__" else name
+        raise TypeError(
+            f"{shown}() of a DTensor, of which each rank has a shard: call it on full_tensor() or to_local()"
+        )
+
+    refuse.__name__, refuse.__qualname__ = name, f"DTensor.{name}"
+    return refuse
 
 
 for _name in ("tolist", "numpy", "apply_", "share_memory_", "untyped_storage", "__dlpack__", "__array__"):
-    setattr(DTensor, _name, functools.partialmethod(_refuse, "numpy" if _name == "__array__" else _name))
+    setattr(DTensor, _name, _refusal(_name))
 
 
 def _redistribute(tensor: DTensor, target: DTensorSpec) -> DTensor:

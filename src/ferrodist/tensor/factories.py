@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     Placements = Placement | Sequence[Placement]
 
+__all__ = ["arange", "empty", "full", "ones", "rand", "randn", "zeros"]  # `fd.factories`
+
 
 def distribute(
     tensor: torch.Tensor, mesh: DeviceMesh, placements: Placement | Sequence[Placement], *, src: int | None = 0

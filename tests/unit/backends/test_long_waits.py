@@ -206,6 +206,21 @@ def test_ranks_that_do_not_come_are_named(warned):
     assert "Turned away" not in found[0]
 
 
+def test_a_rank_that_claimed_its_number_and_stays_away_is_spoken_of(warned):
+    """Nobody knows which one it is; that it is one of those that have come already, they do."""
+    found, until = warned
+    store = MemoryStore()
+    requests = [a_request(rank, 2, Deadline(_PATIENCE)) for rank in range(2)]
+    for request in requests:
+        claim_rank(store, request, "here", "")
+    waiting = threading.Thread(target=await_all, args=[store, requests[0], "here"])
+    waiting.start()
+    assert until("not all of them went on")
+    await_all(store, requests[1], "here")
+    waiting.join(_PATIENCE)
+    assert found[0].startswith("here: all 2 ranks have claimed their numbers, and not all of them went on, after")
+
+
 def test_ranks_that_were_turned_away_are_named_with_the_reason(warned):
     """Else rank 0 would wait half an hour for a rank with another secret, and its warning would not say why."""
     found, until = warned

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import msgspec
 import pytest
 
 from ferrodist.deadline import Deadline
@@ -526,6 +527,17 @@ def test_hosts_of_one_name_are_not_one_host(tmp_path, in_threads, hosts):
     errors = in_threads(*calls)
     assert {type(error) for error in errors} == {RendezvousError}
     assert "another host has this one's name, a, so it can't be found by it; set MASTER_ADDR" in errors[0].message
+
+
+def test_rank_0_names_its_own_last_round_at_its_deadline(monkeypatch, tmp_path):
+    """A file that still has the round that this process has left is no second rank 0."""
+    store = FileStore(tmp_path / "meet")
+    info = meeting_module._JobInfo(job="j", world_size=2, made_secret=b"", nonce=b"old", proof=b"")
+    store.set(meeting_module._JOB_INFO_KEY, msgspec.msgpack.encode(info), timeout=LIMIT)
+    monkeypatch.setattr(meeting_module, "left_stores", {b"old"})
+    request = a_request(0, 2, Deadline(0.3))
+    with pytest.raises(DistributedTimeoutError, match="still that of the last round, which this process has left"):
+        meeting_module._create_job(store, request, "here", "", is_private=True)
 
 
 def test_hosts_of_one_name_find_their_interface_by_a_third(tmp_path, in_threads, hosts):

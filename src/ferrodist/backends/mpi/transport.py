@@ -7,7 +7,6 @@ queue.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -24,7 +23,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _WINDOW_BYTES = 4 << 20
 _TAG = 0
@@ -72,14 +71,18 @@ class FrameTransport:
     def push(self, destination: int, queued: QueuedFrame) -> None:
         """Send a frame as soon as the window allows; frames to a lost rank are dropped."""
         peer = self._peers[destination]
-        with self._sending() as sent:
-            if peer.is_lost or self._is_closed:
-                return
-            if queued.frame.kind in URGENT:
-                self._send(peer, destination, queued, sent)
-            else:
-                peer.waiting.append(queued)
-                self._fill_window(peer, destination, sent)
+        sent: list[QueuedFrame] = []
+        try:
+            with self._send_lock:
+                if peer.is_lost or self._is_closed:
+                    return
+                if queued.frame.kind in URGENT:
+                    self._send(peer, destination, queued, sent)
+                else:
+                    peer.waiting.append(queued)
+                    self._fill_window(peer, destination, sent)
+        finally:
+            _notify_sent(sent)
 
     def drop(self, destination: int, owner: object) -> int:
         """Drop an owner's frames that MPI has not been given; returns their number."""
@@ -127,27 +130,19 @@ class FrameTransport:
 
     # Sending.
 
-    @contextlib.contextmanager
-    def _sending(self) -> Iterator[list[QueuedFrame]]:
-        """Hold the lock of sends; then call ``on_sent`` of the frames in the list, also after an exception of MPI's."""
+    def _poll_sends(self) -> bool:
+        moved = False
         sent: list[QueuedFrame] = []
         try:
             with self._send_lock:
-                yield sent
-        finally:
-            for queued in sent:
-                if queued.on_sent is not None:
-                    queued.on_sent()
-
-    def _poll_sends(self) -> bool:
-        moved = False
-        with self._sending() as sent:
-            for destination, peer in enumerate(self._peers):
-                while peer.sending and peer.sending[0][0].Test():
-                    peer.sending_bytes -= peer.sending.popleft()[1]
-                    moved = True
-                if peer.waiting:
-                    self._fill_window(peer, destination, sent)
+                for destination, peer in enumerate(self._peers):
+                    while peer.sending and peer.sending[0][0].Test():
+                        peer.sending_bytes -= peer.sending.popleft()[1]
+                        moved = True
+                    if peer.waiting:
+                        self._fill_window(peer, destination, sent)
+        finally:  # also after an exception of MPI's for a later frame
+            _notify_sent(sent)
         return moved or bool(sent)
 
     def _fill_window(self, peer: _PeerQueue, destination: int, sent: list[QueuedFrame]) -> None:
@@ -216,6 +211,12 @@ class FrameTransport:
         for request, _ in peer.receiving:
             leak_request(request)
         peer.receiving.clear()
+
+
+def _notify_sent(sent: list[QueuedFrame]) -> None:
+    for queued in sent:
+        if queued.on_sent is not None:
+            queued.on_sent()
 
 
 _BUSY_SECONDS = 2e-3  # how long the thread goes on polling often after a frame has come

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Buffer, Self, override
 
 from ferrodist.backends.base import Backend, FastPath, NonBlockingBackend
-from ferrodist.backends.delegating_backend import Delegated, DelegatingBackend
+from ferrodist.backends.delegating_backend import DelegatingBackend, delegated
 from ferrodist.backends.group_observer import GroupObserver, PeerExit
 from ferrodist.backends.native.binding import is_native_available, load, why_no_native
 from ferrodist.backends.native.bootstrap import open_p2p_engine
@@ -193,11 +193,11 @@ class NativeBackend(DelegatingBackend):
         size_bytes = memoryview(buffer).nbytes
         return self._p2p.raise_ending(ending, f"recv from {peer}: nothing came", src, limit, size_bytes)
 
-    isend: Any = Delegated("_messages")
-    irecv: Any = Delegated("_messages")
-    irecv_up_to: Any = Delegated("_messages")
-    listen: Any = Delegated("_messages")
-    signal: Any = Delegated("_messages")
+    isend = delegated(Backend.isend, "_messages")
+    irecv = delegated(Backend.irecv, "_messages")
+    irecv_up_to = delegated(Backend.irecv_up_to, "_messages")
+    listen = delegated(Backend.listen, "_messages")
+    signal = delegated(Backend.signal, "_messages")
 
     @override
     def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:

@@ -56,7 +56,7 @@ class UccDataPlane(DataPlane):
         self._team = team
         self._control = control
         self._ucc_lock = threading.Lock()
-        self._num_waiting = 0
+        self._num_waiting, self._num_waiting_lock = 0, threading.Lock()
         self._departures: dict[int, int] = {}
         self._is_leaving = False
         self._is_stopped = threading.Event()
@@ -131,7 +131,7 @@ class UccDataPlane(DataPlane):
             watch.check()
             return self._has_failed()
 
-        self._num_waiting += 1
+        self._count_waiting(1)
         try:
             is_done = wait_until(lambda: self._poll(pending), Deadline(min(_UNWATCHED_SECONDS, deadline.remaining())))
             if not is_done and not deadline.expired:
@@ -142,9 +142,13 @@ class UccDataPlane(DataPlane):
         except DistributedError as error:
             self._control.abort(error)
         finally:
-            self._num_waiting -= 1
+            self._count_waiting(-1)
             watch.close()
         return is_done
+
+    def _count_waiting(self, change: int) -> None:
+        with self._num_waiting_lock:
+            self._num_waiting += change
 
     def _departure_watch(self) -> _DepartureWatch:
         return _DepartureWatch(self._control, self._departures, self.sequencer.position)
