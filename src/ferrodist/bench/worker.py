@@ -125,7 +125,7 @@ def open_timer(adapter: Adapter, case: Case, barrier: FileBarrier) -> CallTimer 
 
 def max_calls_in_place(dtype: DataType, num_ranks: int) -> int:
     """The number of consecutive in-place sums that stay exact."""
-    odd = num_ranks // (num_ranks & -num_ranks)  # without its factors of 2, which no significand feels
+    odd = num_ranks // (num_ranks & -num_ranks)  # without its factors of 2, which need no bits of the significand
     calls, largest, growth = 1, 8 * num_ranks, num_ranks
     while growth * num_ranks <= 2**dtype.growth_bits and largest * odd <= 2**dtype.significand_bits:
         calls, largest, growth = calls + 1, largest * odd, growth * num_ranks
