@@ -138,8 +138,8 @@ class NcclGroup(DelegatingBackend):
             raise InvalidRankError(
                 f"group {self.name!r} knows of no lost rank: pass lost=, the same on all ranks that are left"
             )
-        lost = {check_rank(self, rank, f"lost rank {rank!r}") for rank in lost}
-        survivors = [rank for rank in range(self.world_size) if rank not in lost]
+        gone = {check_rank(self, rank, f"lost rank {rank!r}") for rank in lost}
+        survivors = [rank for rank in range(self.world_size) if rank not in gone]
         return SubBackend(self, survivors, timeout=timeout, label="shrink")
 
     def close(self, timeout: float | None = None) -> None:
