@@ -228,7 +228,7 @@ def check_dim(tensor: torch.Tensor, dim: int) -> int:
 
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return ``shape`` as a tuple of ints; TypeError unless it is a sequence of integers, ValueError for one below 0."""
+    """Return ``shape`` as a tuple of ints; TypeError unless it is a sequence of integers, ValueError below 0."""
     try:
         sizes = tuple(shape)
     except TypeError:

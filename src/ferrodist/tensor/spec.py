@@ -205,10 +205,8 @@ def check_placements(
     given = tuple(placements) if isinstance(placements, Iterable) else (placements,)
     for placement in given:
         if not isinstance(placement, Shard | Replicate | Partial):
-            module = type(placement).__module__  # torch has placements of the same names
-            origin = "" if module == "builtins" else f" of {module}"
             raise TypeError(
-                f"a placement is Shard(dim), Replicate() or Partial() of ferrodist, not {placement!r}{origin}"
+                f"a placement is Shard(dim), Replicate() or Partial() of ferrodist, not {_with_origin(placement)}"
             )
     if len(given) != mesh.ndim:
         raise ValueError(
@@ -233,6 +231,12 @@ def check_placements(
             raise ValueError(f"{along}: dim {dim} of {max(sizes)} is not {placement.blocks} equal blocks")
         checked[axis] = Shard(dim, placement.blocks)
     return tuple(checked)
+
+
+def _with_origin(placement: object) -> str:
+    """A wrong placement with its module, for torch has placements of the same names."""
+    module = type(placement).__module__
+    return repr(placement) if module == "builtins" else f"{placement!r} of {module}"
 
 
 def has_equal_blocks(

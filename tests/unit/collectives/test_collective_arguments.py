@@ -98,7 +98,7 @@ def test_lists_that_are_no_lists() -> None:
 
     def on_rank(_: Backend) -> None:
         wrong: Any = 5
-        with pytest.raises(TypeError, match="tensors must be a torch.Tensor or a list of them, not int"):
+        with pytest.raises(TypeError, match=r"tensors must be a torch\.Tensor or a list of them, not int"):
             fd.all_to_all(wrong)
         with pytest.raises(TypeError, match="out must be a list of tensors, as tensors is, not int"):
             fd.all_to_all([torch.ones(2)], out=wrong)

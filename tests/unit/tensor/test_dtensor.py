@@ -205,12 +205,12 @@ def test_a_rank_outside_of_the_mesh():
     mesh = DeviceMesh(fd.SimulatedBackend.create_group(3)[2], (2,), ranks=[0, 1])
     with pytest.raises(InvalidRankError):
         fd.distribute(torch.zeros(4), mesh, Shard(0))
-    for make in (
+    for call in (
         lambda: fd.factories.zeros((4,), mesh=mesh, placements=Shard(0)),
         lambda: DTensor.from_local(torch.zeros(2), mesh, Shard(0), shape=(4,)),
     ):
         with pytest.raises(InvalidRankError, match="rank 2 is not in this mesh"):
-            make()
+            call()
 
 
 def test_arguments_of_other_types():
@@ -235,7 +235,7 @@ def test_dtypes_that_no_collective_carries():
 
     def program(group):
         mesh, tensor = DeviceMesh(group, (2,)), torch.zeros(400_000, dtype=torch.uint16)
-        with pytest.raises(TypeError, match="not torch.uint16"):
+        with pytest.raises(TypeError, match=r"not torch\.uint16"):
             fd.distribute(tensor, mesh, Shard(0))
         assert fd.distribute(tensor, mesh, Shard(0), src=None).to_local().numel() == 200_000
         assert fd.allreduce(torch.ones(1)) == 2
