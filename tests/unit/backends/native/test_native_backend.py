@@ -299,7 +299,7 @@ def test_symmetric_shapes_are_compared():
     """Ranks that ask for different shapes get an error on all ranks; a wrong argument one at home."""
 
     def program(group):
-        with pytest.raises(ValueError, match="negative"):
+        with pytest.raises(ValueError, match=r"shape\[0\] must be at least 0"):
             fd.empty_symmetric((-1,))
         with pytest.raises(TypeError):
             fd.empty_symmetric((1,), torch.uint16)
