@@ -12,6 +12,7 @@ from ddp_ranks import CountingBackend, assert_same_bits, caught, mlp, seeded
 from torch.utils.checkpoint import checkpoint
 
 from ferrodist import DDP, CollectiveMismatchError, DistributedTimeoutError, UnsupportedOpError, comm_hooks
+from ferrodist.parallel.ddp.comm_hooks import compression, power_sgd, top_k
 from ferrodist.testing import run_ranks
 
 BACKENDS = ["simulated", "native-threads"]
@@ -286,6 +287,35 @@ def test_sync_gradients_with_a_hook_ends_in_its_time():
     (kind, seconds), _ = run_ranks(late, 2)
     assert issubclass(kind, DistributedTimeoutError)
     assert seconds < 5
+
+
+def test_hooks_pass_the_timeout_on(monkeypatch):
+    """Each collective of the hooks starts with the timeout of `sync_gradients`, also one that is longer than the
+    group's."""
+    found = []
+    for module in (compression, power_sgd, top_k):
+        for name in {"async_allreduce", "async_all_gather"} & vars(module).keys():
+
+            def start(*args, call=getattr(module, name), **kwargs):
+                found.append(kwargs["timeout"])
+                return call(*args, **kwargs)
+
+            monkeypatch.setattr(module, name, start)
+
+    def train(group):
+        hooks = (
+            comm_hooks.allreduce,
+            comm_hooks.bfloat16_compression,
+            comm_hooks.PowerSGD(1, start_step=0),
+            comm_hooks.TopK(),
+        )
+        for hook in hooks:
+            ddp = DDP(torch.nn.Linear(4, 4), group, overlap_comm=False, comm_hook=hook)
+            ddp(torch.ones(1, 4)).sum().backward()
+            ddp.sync_gradients(timeout=50)
+
+    run_ranks(train, 2)
+    assert found == [50.0] * 10
 
 
 def test_drift_is_noticed_after_an_unfreeze():
