@@ -157,8 +157,9 @@ class Listener:
         if self._acceptor is not None:
             raise RuntimeError("serve was called before")
         self._admit, self._on_connection, self._dismiss = admit, on_connection, dismiss
-        self._acceptor = threading.Thread(target=self._accept, name="ferrodist-accept", daemon=True)
-        self._acceptor.start()
+        acceptor = threading.Thread(target=self._accept, name="ferrodist-accept", daemon=True)
+        acceptor.start()
+        self._acceptor = acceptor
 
     def close(self) -> None:
         """Stop listening, drop unfinished handshakes and join the threads; connections handed over stay open."""

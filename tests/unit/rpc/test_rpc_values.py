@@ -156,6 +156,13 @@ def test_memory_mapped_arrays(tmp_path):
     assert passed([array])[0][0].tolist() == [1, 2, 3]
 
 
+def test_read_only_arrays(tmp_path):
+    """They arrive as others do, without a warning of torch's."""
+    np.arange(3).tofile(tmp_path / "array")
+    array = np.memmap(tmp_path / "array", dtype=np.int64, mode="r")
+    assert passed([array])[0][0].tolist() == [0, 1, 2]
+
+
 NO_TENSORS = [
     np.array([{1}], dtype=object),
     np.array(["a"]),
