@@ -293,14 +293,17 @@ def test_hooks_pass_the_timeout_on(monkeypatch):
     """Each collective of the hooks starts with the timeout of `sync_gradients`, also one that is longer than the
     group's."""
     found = []
+
+    def recording(call):
+        def start(*args, **kwargs):
+            found.append(kwargs["timeout"])
+            return call(*args, **kwargs)
+
+        return start
+
     for module in (compression, power_sgd, top_k):
         for name in {"async_allreduce", "async_all_gather"} & vars(module).keys():
-
-            def start(*args, call=getattr(module, name), **kwargs):
-                found.append(kwargs["timeout"])
-                return call(*args, **kwargs)
-
-            monkeypatch.setattr(module, name, start)
+            monkeypatch.setattr(module, name, recording(getattr(module, name)))
 
     def train(group):
         hooks = (
@@ -407,3 +410,17 @@ def test_a_copy_trains_beside_the_original():
     count = len(first) // 2
     assert_same_bits([{str(n): g for n, g in enumerate(part)} for part in
                       (first[:count], first[count:], second[:count], second[count:])])  # fmt: skip
+
+
+def test_a_copy_begins_with_no_sync():
+    """A copy joins its group in `no_sync`, and can be asked before whether its buffers are saved."""
+
+    def train(group):
+        ddp = copy.deepcopy(DDP(linear(), group))
+        saves = ddp.saves_buffers
+        with ddp.no_sync():
+            ddp(of_rank(group)).sum().backward()
+        ddp(of_rank(group)).sum().backward()
+        return saves, ddp.module.weight.grad.tolist()
+
+    assert run_ranks(train, 2) == [(True, [[3.0, 3.0]])] * 2

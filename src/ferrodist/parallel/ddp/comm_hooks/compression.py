@@ -18,9 +18,7 @@ _COMPRESSED = (torch.float32, torch.float64)
 
 def allreduce(bucket: GradientBucket) -> PendingCollective[torch.Tensor]:
     """Average a bucket as DDP does without a hook, for comparison."""
-    return async_allreduce(
-        bucket.tensor, ReduceOp.MEAN, group=bucket.group, out=bucket.tensor, timeout=bucket.timeout
-    )
+    return async_allreduce(bucket.tensor, ReduceOp.MEAN, group=bucket.group, out=bucket.tensor, timeout=bucket.timeout)
 
 
 def bfloat16_compression(bucket: GradientBucket) -> PendingCollective[torch.Tensor]:
