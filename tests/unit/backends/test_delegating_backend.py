@@ -37,3 +37,16 @@ def test_a_method_may_be_called_on_the_class():
     assert received == b"one"
     first.close()
     second.close()
+
+
+def test_a_new_timeout_is_the_control_groups_too():
+    """It carries the bytes, and waits as long."""
+    group, other = map(OverControl, fd.SimulatedBackend.create_group(2, timeout=2.0))
+    group.timeout = 0.05
+    for call in (lambda: group.recv(bytearray(1), 1), group.barrier):
+        with pytest.raises(fd.DistributedTimeoutError, match=r"0\.05 s"):
+            call()
+    with pytest.raises(ValueError, match="timeout must be"):
+        group.timeout = -1
+    group.close()
+    other.close()
