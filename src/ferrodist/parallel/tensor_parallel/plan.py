@@ -65,7 +65,7 @@ def _check_placements(name: str, placements: IOPlacements) -> None:
         for one in each:
             check_type(
                 one,
-                (Placement, NoneType),
+                (Shard, Replicate, Partial, NoneType),
                 f"the style of module {name!r} must have {title}= of placements, as Shard(1)",
             )
 
@@ -98,7 +98,11 @@ def parameter_placements(module: nn.Module, styles: Mapping[str, Style]) -> dict
                 found.setdefault(parameter, Replicate())
                 continue
             placement = style.placement_of(key, parameter)
-            check_type(placement, Placement, f"the plan must give parameter {name!r} a placement, as Shard(0)")
+            check_type(
+                placement,
+                (Shard, Replicate, Partial),
+                f"the plan must give parameter {name!r} a placement, as Shard(0)",
+            )
             if parameter in placed and found[parameter] != placement:
                 raise ValueError(
                     f"parameter {name!r} is also {placed[parameter]!r}, and the plan places it as {placement} and as"
@@ -163,8 +167,9 @@ def describe_plan(
     lines = [f"the style {style} for {name!r}" for name, style in styles.items()]
 
     def describe_placed(name: str, tensor: torch.Tensor) -> str:
-        is_placed = isinstance(tensor, nn.Parameter) and tensor in placements  # a buffer may be a Parameter
-        placement = f" as {placements[tensor]}" if is_placed else ""
+        placement = ""
+        if isinstance(tensor, nn.Parameter) and tensor in placements:  # a buffer may be a Parameter
+            placement = f" as {placements[tensor]}"
         return f"{describe(name, tensor)}{placement}{' on the meta device' if tensor.is_meta else ''}"
 
     return lines + describe_tensors(module.named_parameters(), module.named_buffers(), describe_placed)
