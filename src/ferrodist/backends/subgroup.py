@@ -32,7 +32,7 @@ _HINT = "Or a rank made this sub-group with other ranks, in another order, or an
 _COUNTS = "backends.subgroups"
 """Key of a group's attachment: how many sub-groups of each label and members this rank has made of it."""
 
-_counts_lock = threading.Lock()
+_lock = threading.RLock()  # guards counts, and whether a group is closed; a signal handler may close one
 
 
 class SubBackend(NonBlockingBackend):
@@ -199,10 +199,12 @@ class SubBackend(NonBlockingBackend):
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; the parent goes on. See `Backend.close`."""
         del timeout
-        if self._closed is None:
+        with _lock:
+            if self._closed is not None:
+                return
             self._closed = GroupClosedError(f"group {self.name!r} was closed on this rank ({self.rank})")
-            self._root.close_subgroup(self.group_id, self._root_ranks)
-            self._run_close_callbacks()
+        self._root.close_subgroup(self.group_id, self._root_ranks)
+        self._run_close_callbacks()
 
     def translate_error(self, error: DistributedError) -> DistributedError:
         """Translate the error of a transfer of the outermost group into this group's terms."""
@@ -278,7 +280,7 @@ class _SubSizedRequest(_SubRequest):
 
 
 def _next_id(parent: Backend, ranks: tuple[int, ...], label: str) -> int:
-    with _counts_lock:
+    with _lock:
         counts: Counter[tuple[str, tuple[int, ...]]] = parent.attachments.setdefault(_COUNTS, Counter())
         counts[label, ranks] += 1
         generation = counts[label, ranks]
