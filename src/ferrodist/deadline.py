@@ -17,9 +17,9 @@ LONG_WAIT_SECONDS = 30.0  # seconds of waiting for other ranks after which a war
 
 TIMEOUT_VARIABLE = "FERRODIST_TIMEOUT"  # the environment variable that sets the default timeout
 
-# Lock.acquire and Condition.wait refuse longer waits than this (threading.TIMEOUT_MAX is about 292 years on Linux, but
-# 49 days on some platforms).
-_LONGEST_WAIT = 30 * 24 * 3600.0
+# Longer waits are refused by poll(), which counts milliseconds in a C int (24.8 days), and on some platforms by
+# Lock.acquire and Condition.wait (threading.TIMEOUT_MAX is about 292 years on Linux, but 49 days there).
+_LONGEST_WAIT = 20 * 24 * 3600.0
 
 
 def check_timeout(timeout: float) -> float:
@@ -65,7 +65,7 @@ class Deadline:
         self._end = self._start + self.timeout
 
     def remaining(self) -> float:
-        """Return the seconds left: never negative, and never more than a lock can wait for."""
+        """Return the seconds left: never negative, and never more than a lock, or poll(), can wait for."""
         return min(max(0.0, self._end - self._clock()), _LONGEST_WAIT)
 
     def elapsed(self) -> float:

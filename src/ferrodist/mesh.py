@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ferrodist.arguments import check_type
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.collectives.objects import all_gather_object
@@ -341,7 +343,7 @@ class _MeshGroups:
 
 
 def _check_shape(shape: Sequence[int], num_ranks: int, parent: Backend) -> tuple[int, ...]:
-    sizes = () if isinstance(shape, int) else tuple(shape)
+    sizes = tuple(shape) if isinstance(shape, Iterable) else ()
     if not sizes or any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
         raise TypeError(f"a mesh's shape is one or more integers, as (2, 4), not {shape!r}")
     if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
@@ -360,6 +362,7 @@ def _check_shape(shape: Sequence[int], num_ranks: int, parent: Backend) -> tuple
 def _check_names(axis_names: Sequence[str] | None, ndim: int) -> tuple[str, ...]:
     if isinstance(axis_names, str):
         raise TypeError(f"axis_names is a sequence of names, as ({axis_names!r},), not one string")
+    check_type(axis_names, (Iterable, type(None)), "axis_names is a sequence of names, as ('a', 'b')")
     names = tuple(map(str, range(ndim))) if axis_names is None else tuple(axis_names)
     if not all(isinstance(name, str) and name for name in names):
         raise TypeError(f"names of axes are strings that are not empty, not {names}")

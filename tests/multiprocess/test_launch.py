@@ -24,6 +24,7 @@ import ferrodist.launch
 from ferrodist.deadline import Deadline
 from ferrodist.launch import LaunchSpec, ProgramKind, _rank_entry, launch, worker_group
 from ferrodist.launch import launcher as run_module
+from ferrodist.launch.spec import MpiLauncher
 from ferrodist.launch.worker_group import RankProcess, Sinks, WorkerGroup
 
 SOURCE = Path(ferrodist.launch.__file__).parents[2]
@@ -864,6 +865,20 @@ def test_a_failed_start_leaves_nothing(capfd, monkeypatch):
     assert open_descriptors() == descriptors
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+@linux_only
+@pytest.mark.parametrize("mpi", [None, MpiLauncher.PMI])
+def test_a_start_without_descriptors_names_the_limit(mpi, capfd, monkeypatch):
+    """Of a rank's process, or of the sockets of PMI."""
+
+    def refuse(*_arguments, **_options):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(*((subprocess, "Popen") if mpi is None else (socket, "socketpair")), refuse)
+    spec = LaunchSpec(program="sleep", kind=ProgramKind.EXECUTABLE, mpi=mpi)
+    with pytest.raises(ferrodist.errors.RankFailedError, match=r"not be started: .* raise that limit .ulimit -n"):
+        launch(spec)
 
 
 def test_launch_works_outside_the_main_thread(script, capfd):

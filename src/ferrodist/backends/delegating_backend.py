@@ -78,3 +78,13 @@ class DelegatingBackend(NonBlockingBackend):
         self._control = control
         self.verification_key = control.verification_key  # the control group carries the messages that it authenticates
         self.subgroups = control.subgroups  # so that the control group learns of dropped ones
+
+    @property
+    def timeout(self) -> float:
+        """Seconds a blocking call may take when it names no timeout itself, here and in the control group."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        Backend.timeout.fset(self, seconds)  # type: ignore[attr-defined] # a property, for type checkers a method
+        self._control.timeout = self._timeout

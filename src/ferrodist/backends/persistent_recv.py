@@ -124,7 +124,9 @@ class PostedPersistentRecv:
                 self._on_messages(self._messages)
                 self._messages.clear()
         finally:
-            if error is None and not self._is_closed:
+            if self._is_closed:
+                self._request.cancel()  # `close` may have cancelled the one before
+            elif error is None:
                 self._request.add_done_callback(self._on_receive_done)
         if error is not None and not self._is_closed:
             self._is_closed = True

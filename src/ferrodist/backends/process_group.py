@@ -152,10 +152,12 @@ def destroy_process_group() -> None:
 
 
 def _close(group: Backend | None, membership: Membership | None) -> None:
-    if group is not None:
-        group.close()
-    if membership is not None:
-        membership.close()
+    try:
+        if group is not None:
+            group.close()
+    finally:
+        if membership is not None:
+            membership.close()
 
 
 def use_torch_default(group: Backend) -> None:
@@ -270,10 +272,9 @@ def new_group(
         timeout: Default of blocking calls' ``timeout``, in seconds; None takes the parent's.
     """
     parent = resolve_group(group)
-    members = list(range(parent.world_size)) if ranks is None else list(ranks)
-    SubBackend.check_members(parent, members)
+    members = SubBackend.check_members(parent, range(parent.world_size) if ranks is None else ranks)
     if parent.rank not in members:
-        return NonMemberGroup(parent, tuple(members))
+        return NonMemberGroup(parent, members)
     return SubBackend(parent, members, timeout=timeout)
 
 

@@ -242,7 +242,8 @@ class ThreadedRequest(BaseRequest):
                 self.end()
                 return
         self._is_cancelled = True
-        self.end(DistributedTimeoutError("the transfer was cancelled", ranks=(self.peer,)))
+        ranks = () if self.peer == ANY_SOURCE else (self.peer,)
+        self.end(DistributedTimeoutError("the transfer was cancelled", ranks=ranks))
 
     def cancel(self) -> bool:
         """Stop after the attempt under way; see `Request.cancel`."""

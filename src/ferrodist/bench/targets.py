@@ -171,7 +171,8 @@ class RankGroup:
     def kill(self) -> None:
         """Kill the ranks."""
         self.is_alive = False
-        for pidfd in self._pidfds:
+        while self._pidfds:  # an interruption below may have this called once more
+            pidfd = self._pidfds.pop()
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
@@ -185,7 +186,6 @@ class RankGroup:
         for connection in self._connections:
             connection.close()
         self._connections.clear()
-        self._pidfds.clear()
 
     def _accept_ranks(self, listener: socket.socket, end: float) -> None:
         """Wait until every rank has connected and joined its group."""

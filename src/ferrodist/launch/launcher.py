@@ -9,6 +9,7 @@ import sys
 import uuid
 from typing import TYPE_CHECKING
 
+from ferrodist.errors import RankFailedError
 from ferrodist.launch.failure_report import failure_report, stop_report
 from ferrodist.launch.host_limits import usable_cores
 from ferrodist.launch.mpiexec import run_mpiexec
@@ -19,6 +20,7 @@ from ferrodist.launch.spec import LaunchSpec, MpiLauncher
 from ferrodist.launch.terminal import print_warning
 from ferrodist.launch.worker_group import GroupOutcome, RankProcess, Sinks, WorkerGroup
 from ferrodist.rendezvous.secret import make_secret
+from ferrodist.resource_limits import naming_limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,7 +73,9 @@ def launch(spec: LaunchSpec) -> int:
 def _run_attempt(spec: LaunchSpec, attempt: Attempt, inbox: SignalInbox, sinks: Sinks) -> GroupOutcome:
     cores = usable_cores()
     command = spec.command()
-    with PmiServer(spec.world_size) if spec.mpi is MpiLauncher.PMI else contextlib.nullcontext() as pmi:
+    with naming_limits("the ranks could not be started", kind=RankFailedError):
+        server = PmiServer(spec.world_size) if spec.mpi is MpiLauncher.PMI else contextlib.nullcontext()
+    with server as pmi:
         ranks = (
             RankProcess(
                 rank=spec.global_rank(local_rank),

@@ -32,6 +32,7 @@ from ferrodist.launch.process_watch import (
     is_secondary_failure,
 )
 from ferrodist.launch.signals import STOP_SIGNALS, SignalInbox, members_that_survive
+from ferrodist.resource_limits import limit_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -203,7 +204,7 @@ class WorkerGroup:
             self._stderr_prefixers[rank.rank] = self._connect(rank, process.stderr, self._sinks.stderr)
         except OSError as error:
             raise RankFailedError(
-                f"rank {rank.rank} could not be started: {error}; the ranks before it were ended",
+                f"rank {rank.rank} could not be started: {limit_text(error) or error}; the ranks before it were ended",
                 ranks=(rank.rank,),
             ) from error
 

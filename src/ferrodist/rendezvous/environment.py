@@ -78,7 +78,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     )
     _check_rank("RANK", environment.rank, "WORLD_SIZE", environment.world_size)
     _check_rank("LOCAL_RANK", environment.local_rank, "LOCAL_WORLD_SIZE", environment.local_world_size)
-    if environment.master_port is not None and environment.master_port > 65535:
+    if environment.master_port is not None and not 0 <= environment.master_port <= 65535:
         raise RendezvousError(f"MASTER_PORT={environment.master_port} is not a port; set it to a free one, 1 to 65535")
     return environment
 
@@ -87,9 +87,10 @@ def _parse_int(variables: Mapping[str, str], name: str) -> int | None:
     text = variables.get(name, "").strip()
     if not text:
         return None
-    if not (text.isascii() and text.lstrip("-").isdigit()):
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 20):
         raise RendezvousError(
-            f"the environment variable {name}={text!r} is not a whole number; launchers set it (torchrun, "
+            f"the environment variable {name}={text[:50]!r} is not a whole number; launchers set it (torchrun, "
             "`python -m ferrodist run`), so unset it or correct it where this process is started"
         )
     return int(text)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import AuthenticationError, DistributedError, RendezvousError
+from ferrodist.errors import DistributedError, RendezvousError
 from ferrodist.rendezvous.auth import HandshakeProgress, Hello, check_address, greet
 from ferrodist.rendezvous.secret import user_secret
 from ferrodist.rendezvous.session import Connection
@@ -110,23 +110,25 @@ class Listener:
         self._sockets = [close_in_child(listening) for listening in bound]
         self.host, self.port = bound[0].getsockname()[:2]
         self.address = format_address(self.host, self.port)
-        try:
+        with contextlib.ExitStack() as on_error:
+            for listening in bound:
+                on_error.callback(listening.close)
             if not secret and not is_loopback(self.host):
                 raise missing_secret_error(self.address)
             self._secret = secret or user_secret()
-        except AuthenticationError:
-            for listening in bound:
-                listening.close()
-            raise
+            try:
+                # A descriptor that is freed to refuse a peer for lack of descriptors.
+                self._spare: IO[bytes] | None = on_error.enter_context(Path(os.devnull).open("rb"))
+                self._wakeup_writer, self._wakeup_reader = map(close_in_child, socket.socketpair())
+            except OSError as error:
+                raise RendezvousError(f"cannot listen at {self.address}: {limit_text(error) or error}") from error
+            on_error.pop_all()
         self.exhaustion: OSError | None = None
         self.shortage: RendezvousError | None = None
         self.refused: set[int] = set()
         self._short_since = self._short_until = -_SHORTAGE_SECONDS
-        # A descriptor that is freed to refuse a peer for lack of descriptors.
-        self._spare: IO[bytes] | None = Path(os.devnull).open("rb")  # noqa: SIM115 - closed in close()
         for listening in bound:
             listening.setblocking(False)
-        self._wakeup_writer, self._wakeup_reader = (close_in_child(end) for end in socket.socketpair())
         self._changed = threading.Condition()
         self._handshakes: dict[Connection, _Handshake] = {}
         self._threads: set[threading.Thread] = set()
@@ -157,8 +159,9 @@ class Listener:
         if self._acceptor is not None:
             raise RuntimeError("serve was called before")
         self._admit, self._on_connection, self._dismiss = admit, on_connection, dismiss
-        self._acceptor = threading.Thread(target=self._accept, name="ferrodist-accept", daemon=True)
-        self._acceptor.start()
+        acceptor = threading.Thread(target=self._accept, name="ferrodist-accept", daemon=True)
+        acceptor.start()
+        self._acceptor = acceptor
 
     def close(self) -> None:
         """Stop listening, drop unfinished handshakes and join the threads; connections handed over stay open."""
@@ -360,6 +363,10 @@ def parse_address(address: str) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         raise ValueError(f"{address!r} is ambiguous: put the IPv6 address in brackets, [address]:port")
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ValueError(f"{address!r} has no valid host name: {host!r} has an empty or too long label") from None
     if not (digits.isascii() and digits.isdigit() and int(digits) <= 65535):
         raise ValueError(f"{address!r} has no valid port: {digits!r} is not a number from 0 to 65535")
     return host, int(digits)

@@ -28,6 +28,7 @@ from ferrodist.rendezvous.rounds import ROUND_NAME_KEY, ROUND_OVER_KEY, left_sto
 from ferrodist.rendezvous.secret import resolve_secret
 from ferrodist.rendezvous.shared_store import LINGER_SECONDS, join_through_store
 from ferrodist.rendezvous.sockets import format_address
+from ferrodist.rendezvous.store import is_server_silent
 from ferrodist.rendezvous.tcp_store import TcpStore, TcpStoreServer
 from ferrodist.wording import counted
 
@@ -294,7 +295,11 @@ def _connect_to_this_round(address: str, request: JoinRequest, where: str) -> tu
             name = client.get(ROUND_NAME_KEY, timeout=request.deadline.remaining())
             if name not in left_stores:
                 return client, name
-            client.get(ROUND_OVER_KEY, timeout=request.deadline.remaining())
+            try:
+                client.get(ROUND_OVER_KEY, timeout=request.deadline.remaining())
+            except DistributedTimeoutError as error:
+                if is_server_silent(error):
+                    raise
         except RendezvousError:  # it went away
             client.close()
             if not left_stores:
@@ -308,6 +313,8 @@ def _connect_to_this_round(address: str, request: JoinRequest, where: str) -> tu
 
 
 def _connect(address: str, request: JoinRequest) -> TcpStore:
+    if parse_address(address)[1] == 0:
+        raise _port_0_error(f"job {request.job!r} at tcp://{address}")
     return TcpStore(
         address,
         secret=request.secret,
@@ -315,6 +322,7 @@ def _connect(address: str, request: JoinRequest) -> TcpStore:
         rank=request.rank,
         world_size=request.world_size,
         timeout=request.deadline.timeout,
+        deadline=request.deadline,
     )
 
 
@@ -343,7 +351,7 @@ def _open_server(
 ) -> TcpStoreServer:
     host, port = parse_address(address)
     if port == 0 and request.world_size > 1 and sock is None:
-        raise ValueError(f"{where}: port 0 is a different one on every rank; choose a free port")
+        raise _port_0_error(where)
     attempt_deadline = Deadline(min(_PREVIOUS_SERVER_TIMEOUT if left_stores else 0.0, request.deadline.remaining()))
     try:
         while True:
@@ -371,6 +379,10 @@ def _open_server(
             else "rank 0 must run on the host that the address names, be started once, and find the port free"
         )
         raise RendezvousError(f"{where}: rank 0 {error.message}; {hint}", ranks=(0,)) from error
+
+
+def _port_0_error(where: str) -> ValueError:
+    return ValueError(f"{where}: port 0 is a different one on every rank; choose a free port")
 
 
 def _claim_and_await(store: Store, request: JoinRequest, where: str) -> None:

@@ -96,12 +96,14 @@ def resolve(
         return list(socket.getaddrinfo(host, port, type=kind, flags=flags | numeric))
     except socket.gaierror:
         pass
+    except UnicodeError as error:
+        raise OSError(f"{host!r} is no valid host name: {error}") from error
     found: list[Any] = []
 
     def query() -> None:
         try:
             found.append(socket.getaddrinfo(host, port, type=kind, flags=flags))
-        except (OSError, ValueError) as error:  # ValueError: a name that cannot be encoded
+        except OSError as error:
             found.append(error)
 
     thread = threading.Thread(target=query, name="ferrodist-resolve", daemon=True)

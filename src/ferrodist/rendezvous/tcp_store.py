@@ -300,7 +300,8 @@ class TcpStore(Store):
         job: The name of the job.
         rank: This process's rank.
         world_size: The number of ranks.
-        timeout: The default timeout of a call, and the timeout of connecting, in seconds.
+        timeout: The default timeout of a call, in seconds.
+        deadline: The deadline of connecting; None is ``timeout`` from now.
 
     Raises:
         DistributedError: As `connect` does.
@@ -318,6 +319,7 @@ class TcpStore(Store):
         rank: int,
         world_size: int,
         timeout: float = DEFAULT_STORE_TIMEOUT,
+        deadline: Deadline | None = None,
     ) -> None:
         self.address = address
         self._host, self._port = parse_address(address)
@@ -329,7 +331,8 @@ class TcpStore(Store):
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         self._lost: str | None = None
-        sock = connect(self._host, self._port, secret=secret, hello=self._hello, deadline=Deadline(timeout))
+        deadline = Deadline(timeout) if deadline is None else deadline
+        sock = connect(self._host, self._port, secret=secret, hello=self._hello, deadline=deadline)
         self.local_host: str = sock.getsockname()[0]
         self._idle.append(sock)
 
@@ -430,8 +433,13 @@ class TcpStore(Store):
                 deadline=deadline,
                 retry_refused=False,
             )
+        except DistributedTimeoutError as error:
+            raise DistributedTimeoutError(error.message, ranks=(0,)) from error
         except NoConnectionError as error:
-            raise self._fail(f"went away: {error}") from error
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                raise self._fail(f"went away: {error}") from error
+            # This process has no descriptor left: calls on open connections go on.
+            raise RendezvousError(f"no further connection to the store of rank 0: {error.message}") from error
         try:
             with self._lock:
                 self._check_usable()

@@ -76,6 +76,7 @@ class RpcAgent:
 
     Raises:
         TypeError, ValueError: An argument is wrong. The backend is closed, unless another agent has it.
+        DistributedError: No more threads or files may be opened; the backend is closed as above.
     """
 
     def __init__(
@@ -101,18 +102,23 @@ class RpcAgent:
             raise
         self.rank, self.world_size, self.timeout = backend.rank, backend.world_size, backend.timeout
         self._is_closed = False
-        with _naming_limits(backend.rank):
+        with _naming_limits(backend.rank), contextlib.ExitStack() as undo:  # each of these starts a thread
+            undo.callback(backend.refuse)
             self._executor = Executor(
                 num_workers,
                 f"ferrodist-rpc-{self.rank}-worker",
                 WaitEvents(backend.signal),
                 functools.partial(serving_agent.set, self),
             )
+            undo.callback(self._executor.close)
             self._rrefs = RRefManager(
                 self.rank, self.world_size, self.timeout, self._executor, allow_pickle=allow_pickle
             )
+            undo.callback(self._rrefs.close)
             self._peers = PeerManager(backend, name or "")
+            undo.callback(self._peers.leave)
             self._client = RpcClient(self._peers, self._executor, self._rrefs)
+            undo.callback(self._client.pending_calls.close)
             self._server = RpcServer(
                 self._registry,
                 self._executor,
@@ -124,6 +130,7 @@ class RpcAgent:
             self._rrefs.bind(self._client, self._server)  # a cycle: the client and the server use it, too
             self._names = WorkerNames(name or "", self._peers, self._server)
             self._shutdown = GracefulShutdown(self.rank, self.world_size, self._client, self._server)
+            undo.pop_all()
         self._start(most_outstanding, message_limit)
 
     def _start(self, max_outstanding: int, message_limit: int) -> None:

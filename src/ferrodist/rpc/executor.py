@@ -52,14 +52,19 @@ class EventLoop:
         self._is_closed = False
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> concurrent.futures.Future[None]:
-        """Run a coroutine; raises RuntimeError if the loop is closed."""
+        """Run a coroutine; raises RuntimeError if the loop is closed, or there can be no thread for it."""
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("the agent was closed")
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._run, args=(self._loop,), name=self._name, daemon=True)
-                self._thread.start()
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except BaseException:
+                    loop.close()
+                    raise
+                self._loop, self._thread = loop, thread
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self, timeout: float) -> None:

@@ -104,7 +104,8 @@ def _take_array(value: Any) -> torch.Tensor | None:
             " it, and what else belongs to it beside that"
         )
     try:
-        tensor = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+        array = np.ascontiguousarray(value).reshape(value.shape)
+        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())  # torch warns of read-only ones
         check_dtype(tensor.dtype)
     except (TypeError, ValueError):  # of a type, or an order of bytes, that tensors don't have
         raise TypeError(f"is a numpy array of {value.dtype}, which does not go from rank to rank: convert it") from None

@@ -67,7 +67,7 @@ class PeerManager:
             self._backend.open(self)
         except BaseException:
             self.stop_waiting()
-            self._leave()
+            self.leave()
             raise
 
     def get(self, rank: int, timeout: float) -> Peer:
@@ -114,13 +114,14 @@ class PeerManager:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Say goodbye to all peers, and receive nothing more."""
+        """Leave, as below, and close the backend."""
         self.stop_waiting()
         if not self._was_left:
             self._backend.close()
-            self._leave()
+            self.leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Say goodbye to all peers, and receive nothing more; the backend stays as it is."""
         self._was_left = True
         with self._changed:
             peers = [*self._peers.values(), *self._ending]

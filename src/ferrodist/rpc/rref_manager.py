@@ -111,8 +111,10 @@ class RRefManager(ValueCodec):
         """An object of this rank, once it is made; see `RRef.local_value`."""
         owned = owned_object(reference)
         seconds = self._timeout if timeout is None else check_timeout(timeout)
-        with self._executor.waiting():
-            found = owned.value.wait(Deadline(seconds).remaining())
+        found = owned.value.peek()
+        if not found:
+            with self._executor.waiting():
+                found = owned.value.wait(Deadline(seconds).remaining())
         if isinstance(next(iter(found), None), Failure):
             self._check_open()
         if not found:

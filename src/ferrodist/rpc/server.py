@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, PeerLostError, ProtocolError, RpcError, describe_error
+from ferrodist.resource_limits import limit_text
 from ferrodist.rpc.messages import (
     OWN_NAMES,
     Call,
@@ -277,11 +278,11 @@ class RpcServer(MessageHandler):
         coroutine = await_and_respond()
         try:
             future = self._executor.event_loop.run(coroutine)
-        except RuntimeError:  # closed meanwhile
+        except RuntimeError as error:
             coroutine.close()
             if inspect.iscoroutine(awaitable):
                 awaitable.close()
-            self.respond(incoming, Failure(FailureKind.EXPIRED, "", "the agent was closed", ""))
+            self.respond(incoming, refusal(limit_text(error) or str(error)))
         else:
             incoming.on_cancel(future.cancel)
 

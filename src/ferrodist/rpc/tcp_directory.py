@@ -80,10 +80,11 @@ class PeerDirectory:
 
         ``on_end`` is called once with the reason, a sentence, when no more will be found.
         """
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._watch, args=(on_found, on_end), name=f"ferrodist-rpc-{self._rank}-directory", daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread
 
     def leave(self) -> None:
         """Remove this process from the directory, unless another one has replaced it, and have the thread end."""

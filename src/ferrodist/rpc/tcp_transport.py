@@ -8,6 +8,7 @@ becomes a `PairGroup`, a group of two.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from typing_extensions import Self, override
 
+from ferrodist.arguments import check_type
 from ferrodist.backends.group_observer import PeerExit
 from ferrodist.backends.tcp.backend import TcpBackend
 from ferrodist.deadline import Deadline, check_timeout, resolve_timeout
@@ -144,17 +146,29 @@ class TcpRpcBackend(RpcBackend):
         listener: socket.socket | None = None,
         membership: Membership | None = None,
     ) -> None:
-        seconds = resolve_timeout(timeout)
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"name must be a text that is not empty, not {name!r}")
         self._owns = membership is None
-        if membership is None:
-            patience = seconds if connect_timeout is None else check_timeout(connect_timeout)
-            membership = enter_job(
-                address, rank=rank, world_size=world_size, timeout=patience, secret=secret, job=job, listener=listener
-            )
-        # The longest hello with this name must fit: fail here, not at the first connection.
-        check_hello(_hello(membership, PairRequest(name, 1 << 63, "0" * 16, 1 << 63, 1 << 63)))
+        with contextlib.ExitStack() as undo:
+            if listener is not None:
+                undo.callback(listener.close)
+            seconds = resolve_timeout(timeout)
+            if not isinstance(name, str) or not name:
+                raise TypeError(f"name must be a text that is not empty, not {name!r}")
+            if membership is None:
+                patience = seconds if connect_timeout is None else check_timeout(connect_timeout)
+                membership = enter_job(
+                    address,
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=patience,
+                    secret=secret,
+                    job=job,
+                    listener=listener,
+                )
+                undo.callback(membership.close)
+            check_type(membership, Membership, "membership must be a Membership, which a rendezvous returns")
+            # The longest hello with this name must fit: fail here, not at the first connection.
+            check_hello(_hello(membership, PairRequest(name, 1 << 63, "0" * 16, 1 << 63, 1 << 63)))
+            undo.pop_all()
         super().__init__(membership.rank, membership.world_size, seconds)
         self.name = name
         self._membership = membership
@@ -193,8 +207,8 @@ class TcpRpcBackend(RpcBackend):
         if self._peers is not None:
             raise RuntimeError("a TcpRpcBackend serves one agent: make another one, of another name, for this")
         self._peers = peers
-        self._listener = Listener(self._membership.host, 0, secret=self._membership.secret)
         try:
+            self._listener = Listener(self._membership.host, 0, secret=self._membership.secret)
             self._own = self._directory.enter(self._listener.address)
             self._listener.serve(self._admit, self._welcome)
             self._directory.watch(self._find, self._stop_connecting)

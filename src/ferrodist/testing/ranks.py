@@ -143,8 +143,12 @@ def _start(
 
 
 def _from_groups(groups: Sequence[Backend], world_size: int) -> Callable[[int], Backend]:
-    if len(groups) != world_size or [group.rank for group in groups] != list(range(world_size)):
-        raise ValueError(f"the backend factory must return ranks 0 to {world_size - 1} in order, not {groups!r}")
+    ranks = [getattr(group, "rank", None) for group in groups] if isinstance(groups, (list, tuple)) else None
+    if ranks != list(range(world_size)):
+        raise ValueError(
+            f"the backend factory must return a list of the groups of ranks 0 to {world_size - 1} in order, not"
+            f" {groups!r}"
+        )
     return groups.__getitem__
 
 

@@ -61,3 +61,16 @@ def test_errors_of_sub_groups_have_their_ranks():
     with pytest.raises(fd.PeerLostError, match="rank 1 of group 'pair': rank 2 died") as raised:
         subgroup.recv(bytearray(1), 1)
     assert raised.value.ranks == (1,)
+
+
+def test_a_new_timeout_is_the_control_groups_too():
+    """It carries the bytes, and waits as long."""
+    group, other = map(OverControl, fd.SimulatedBackend.create_group(2, timeout=2.0))
+    group.timeout = 0.05
+    for call in (lambda: group.recv(bytearray(1), 1), group.barrier):
+        with pytest.raises(fd.DistributedTimeoutError, match=r"0\.05 s"):
+            call()
+    with pytest.raises(ValueError, match="timeout must be"):
+        group.timeout = -1
+    group.close()
+    other.close()

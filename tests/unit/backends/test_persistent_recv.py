@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from ferrodist.backends.persistent_recv import LockWaitEvent
+from ferrodist.backends.persistent_recv import LockWaitEvent, PostedPersistentRecv
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.errors import DistributedError, GroupAbortedError, GroupClosedError, PeerLostError
@@ -274,5 +274,27 @@ def test_an_interrupted_delivery_is_repeated(when):
         send(one, 0, 1)
     send(one, 1, 1)
     assert heard == [message(0), message(1)]
+    for group in (one, other):
+        group.close()
+
+
+def test_a_listener_closed_while_it_posts_takes_no_more():
+    """The receive that it was about to post does not take the next listener's message."""
+    one, other = SimulatedBackend.create_group(2)
+    posted = []
+
+    def post(buffer):
+        if posted:
+            listener.close()  # as by another thread
+        posted.append(other.irecv(buffer, 0))
+        return posted[-1]
+
+    listener = PostedPersistentRecv(post, SIZE, print, print)
+    send(one, 0, 1)
+    assert [request.done() for request in posted] == [True, True]
+    send(one, 1, 1)
+    received = bytearray(SIZE)
+    other.recv(received, 0, timeout=PATIENCE)
+    assert received == message(1)
     for group in (one, other):
         group.close()

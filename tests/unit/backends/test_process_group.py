@@ -5,6 +5,7 @@ import sys
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -173,6 +174,15 @@ def test_new_group_checks_its_ranks():
     run_ranks(program, 2)
 
 
+def test_ranks_of_numpy_are_ints():
+    """Members and others name the group alike."""
+
+    def program(group):
+        return fd.new_group(np.array([1])).name
+
+    assert run_ranks(program, 2) == ["world[1]", "world[1]"]
+
+
 def test_group_argument_must_be_a_group():
     """Passing a rank list where a group belongs is a TypeError that says so."""
     with pytest.raises(TypeError, match="Backend"):
@@ -193,6 +203,27 @@ def test_registered_backend_is_found(clean_environment, tmp_path):
     for name in ("thirdparty", "tcp", "native"):
         with pytest.raises(ValueError, match=name):
             fd.register_backend(name, factory)
+
+
+def test_a_group_that_cant_be_closed_keeps_no_store(clean_environment, tmp_path):
+    """What a third party's group raises when it is closed does not keep the rendezvous open."""
+
+    class Stuck(fd.SimulatedBackend):
+        def close(self, timeout=None):
+            raise RuntimeError("stuck")
+
+    closed = []
+
+    def factory(membership, timeout, deadline):
+        close = membership.on_close
+        object.__setattr__(membership, "on_close", lambda: closed.append(close()))
+        return Stuck.create_group(1, timeout=timeout)[0]
+
+    fd.register_backend("stuck", factory)
+    fd.init_process_group("stuck", rank=0, world_size=1, init_method=f"file://{tmp_path}/m")
+    with pytest.raises(RuntimeError, match="stuck"):
+        fd.destroy_process_group()
+    assert closed == [None]
 
 
 def test_interrupted_start_leaves_no_port_open():

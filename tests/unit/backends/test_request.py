@@ -10,6 +10,7 @@ import pytest
 
 from ferrodist.backends import request as request_module
 from ferrodist.backends.request import BaseRequest, ThreadedRequest
+from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.errors import DistributedTimeoutError
 
 if TYPE_CHECKING:
@@ -60,12 +61,15 @@ def test_a_cancelled_threaded_request_ends_with_its_attempt() -> None:
         threading.Event().wait(timeout)
         raise DistributedTimeoutError("nothing came")
 
-    request = ThreadedRequest(attempt, 1, lambda: None)
+    request = ThreadedRequest(attempt, ANY_SOURCE, lambda: None)
     assert started.wait(10)
     begin = time.monotonic()
     assert request.cancel()
     assert request.done()
     assert time.monotonic() - begin < 5
+    with pytest.raises(DistributedTimeoutError, match="cancelled") as caught:
+        request.wait(0)
+    assert caught.value.ranks == (), "no rank was waited for"
 
 
 class _TakenByAnother(list["Callable[[], None]"]):

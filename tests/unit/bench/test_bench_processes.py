@@ -110,6 +110,18 @@ def test_a_peer_that_fails_in_a_request_is_killed(monkeypatch, tmp_path, program
         assert all(process.returncode is not None for process in processes)
 
 
+def test_a_peer_may_be_killed_again(monkeypatch, tmp_path):
+    """After an interruption in the midst of it, as by Ctrl-C."""
+    group = start(monkeypatch, tmp_path, SERVE.replace("WRONG", "None")).thing
+    process = group._processes[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(process, "wait", lambda _seconds: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            group.kill()
+    group.close()
+    assert all(process.returncode is not None for process in group._processes)
+
+
 def measure(groups, case=None):
     options = BenchOptions(suites=[], num_rounds=4, seconds=10)
     rounds = []

@@ -135,6 +135,8 @@ def test_a_rank_outside_of_the_mesh():
         ((), None, {}, TypeError, "one or more integers"),
         ((2.0, 2), None, {}, TypeError, "integers"),
         (4, None, {}, TypeError, r"as \(2, 4\), not 4"),
+        (None, None, {}, TypeError, r"as \(2, 4\), not None"),
+        ((2, 2), 5, {}, TypeError, r"sequence of names, as \('a', 'b'\), not int"),
         ((2, 2), ("a", "a"), {}, ValueError, "must all be different"),
         ((2, 2), ("a",), {}, ValueError, "as many names, not 1"),
         ((2, 2), "ab", {}, TypeError, "sequence of names"),

@@ -1,5 +1,6 @@
 """The whole rendezvous, ranks as threads: success, and each way to fail, over TCP and a file."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -538,6 +539,38 @@ def test_rank_0_names_its_own_last_round_at_its_deadline(monkeypatch, tmp_path):
     request = a_request(0, 2, Deadline(0.3))
     with pytest.raises(DistributedTimeoutError, match="still that of the last round, which this process has left"):
         meeting_module._create_job(store, request, "here", "", is_private=True)
+
+
+def test_a_rank_names_the_last_round_at_its_deadline(free_port, in_threads):
+    """A rank that meets again while rank 0 has not left is told so, not the name of a key."""
+    method = f"tcp://127.0.0.1:{free_port()}"
+    members = in_threads(*[join(method, rank, 2) for rank in range(2)])
+    members[1].close()
+    message = "still that of the last round, which this process has left"
+    with contextlib.closing(members[0]), pytest.raises(RendezvousError, match=message):
+        join(method, 1, 2, timeout=0.3)()
+
+
+def test_the_next_round_keeps_the_deadline(free_port, in_threads):
+    """A rank that has waited for the end of the last round has only the rest of its time to connect to the next."""
+    method = f"tcp://127.0.0.1:{free_port()}"
+    members = in_threads(*[join(method, rank, 2) for rank in range(2)])
+    members[1].close()
+    began = threading.Timer(0.7, members[0].close)
+    began.start()
+    started = time.monotonic()
+    with pytest.raises(RendezvousError, match="could not connect"):
+        join(method, 1, 2, timeout=1.0)()
+    assert time.monotonic() - started < 1.5
+    began.join()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "a..b:29500", f"{'a' * 70}:29500"])
+def test_an_address_that_cannot_be_reached_is_refused_at_once(rank, address):
+    """Every rank refuses port 0, and names that no name server can know, instead of trying until its deadline."""
+    with pytest.raises(ValueError, match=r"port 0 is a different one|no valid host name"):
+        join(f"tcp://{address}", rank, 2)()
 
 
 def test_hosts_of_one_name_find_their_interface_by_a_third(tmp_path, in_threads, hosts):

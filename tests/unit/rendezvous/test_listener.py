@@ -1,10 +1,12 @@
 """The listener among strangers: real clients are served whatever the others do."""
 
 import contextlib
+import errno
 import os
 import socket
 import sys
 import time
+from unittest import mock
 
 import msgspec
 import pytest
@@ -269,6 +271,18 @@ def test_ipv6():
         assert server.address == f"[::1]:{server.port}"
         meet(server, secret=b"")
     admitted[0].close()
+
+
+def test_a_lack_of_descriptors_frees_the_port(monkeypatch, free_port):
+    """A listener that cannot be completed says which limit was hit, and listens no more."""
+    port = free_port()
+    shortage = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socketpair", mock.Mock(side_effect=shortage))
+        with pytest.raises(RendezvousError, match=r"cannot listen at 127.0.0.1:\d+: .*ulimit -n") as caught:
+            Listener("127.0.0.1", port, secret=b"s")
+    Listener("127.0.0.1", port, secret=b"s").close()
+    assert caught.value.__cause__ is shortage
 
 
 def test_taking_over_a_socket():

@@ -40,7 +40,7 @@ def test_an_empty_environment():
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
-@pytest.mark.parametrize("text", ["two", "1.5", "0x1", "²"])
+@pytest.mark.parametrize("text", ["two", "1.5", "0x1", "²", "--5", "-", "5" * 50])
 def test_variables_that_are_not_numbers(name, text):
     """The message names the variable, its text and what to do."""
     with pytest.raises(RendezvousError, match=rf"{name}='{text}'.*unset it"):
@@ -59,6 +59,8 @@ def test_variables_that_do_not_fit():
         read_environment({"WORLD_SIZE": "0"})
     with pytest.raises(RendezvousError, match=r"MASTER_PORT=70000"):
         read_environment({"MASTER_PORT": "70000"})
+    with pytest.raises(RendezvousError, match=r"MASTER_PORT=-1"):
+        read_environment({"MASTER_PORT": "-1"})
 
 
 @pytest.mark.parametrize(

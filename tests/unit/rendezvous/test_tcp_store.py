@@ -1,5 +1,6 @@
 """The TCP store: threads of one client, hostile requests, and a server that goes away."""
 
+import errno
 import os
 import signal
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import msgspec
 import pytest
@@ -20,7 +22,7 @@ from ferrodist.errors import (
     ProtocolError,
     RendezvousError,
 )
-from ferrodist.rendezvous import Hello, TcpStore, TcpStoreServer, connect, tcp_store
+from ferrodist.rendezvous import Hello, TcpStore, TcpStoreServer, auth, connect, tcp_store
 
 
 @pytest.fixture
@@ -186,6 +188,21 @@ def test_too_many_connections_are_refused(until):
     server.close()
 
 
+def test_a_lack_of_descriptors_is_no_loss_of_the_server(server, client, in_threads, until, monkeypatch):
+    """A call that can open no connection fails alone, and says why: others go on, as do later ones."""
+
+    def call():
+        until(lambda: server.store._waiters)
+        error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        with monkeypatch.context() as patch:
+            patch.setattr(auth, "_attempt", mock.Mock(side_effect=error))
+            with pytest.raises(RendezvousError, match=r"no further connection .* see `ulimit -n`"):
+                client.set("k", b"early")
+        client.set("k", b"v")
+
+    assert in_threads(lambda: client.get("k"), call) == [b"v", None]
+
+
 def test_pending_and_later_calls_raise_when_the_server_closes(server, client, in_threads, until):
     """A server that closes ends each call that waits, and all later ones, saying that it went away."""
 
@@ -249,6 +266,9 @@ def test_a_server_that_is_stopped_costs_the_timeout_and_no_more():
         with pytest.raises(DistributedTimeoutError, match=r"did not answer GET k") as caught:
             client.get("k", timeout=0.1)
         assert time.monotonic() - started < 2
+        assert caught.value.ranks == (0,)
+        with pytest.raises(DistributedTimeoutError, match=r"could not connect") as caught:  # the first one was closed
+            client.get("k", timeout=0.1)
         assert caught.value.ranks == (0,)
         process.send_signal(signal.SIGCONT)
         client.set("k", b"v")

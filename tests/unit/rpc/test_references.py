@@ -273,6 +273,24 @@ def test_copies():
     run_agents(only_on(0, program), 2)
 
 
+def test_local_values_in_async_functions():
+    """One that is made is there at once; only waiting for one is refused."""
+    agent = RpcAgent(SimulatedBackend.create_group(1)[0])
+    release = threading.Event()
+
+    @agent.register("local")
+    async def local(reference):
+        return reference.local_value()
+
+    agent.register("hold", lambda: release.wait(60.0))
+    assert agent.rpc_sync(0, "local", agent.reference(3), timeout=60.0) == 3
+    slow = agent.remote(0, "hold")
+    with pytest.raises(RpcError, match="an async function must not wait"):
+        agent.rpc_sync(0, "local", slow, timeout=60.0)
+    release.set()
+    agent.close()
+
+
 def test_local_values():
     """The owner has the object itself; other ranks get an error with advice."""
 

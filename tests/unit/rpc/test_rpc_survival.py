@@ -134,6 +134,28 @@ def test_waiting_in_an_async_function(make):
     assert agents[0].rpc_sync(1, "wait", "await", timeout=PATIENCE) == 1
 
 
+def test_async_functions_without_a_thread(make, monkeypatch):
+    """The caller learns which limit it was, and later calls are served."""
+
+    async def one():
+        return 1
+
+    agents = make({"one": one, "two": lambda: 2})
+    assert agents[0].rpc_sync(1, "two", timeout=PATIENCE) == 2
+    start = threading.Thread.start
+
+    def refuse_loops(thread):
+        if thread.name.endswith("-async"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse_loops)
+        with pytest.raises(RpcError, match="the call of 'one' on rank 1: this process can start no more threads"):
+            agents[0].rpc_sync(1, "one", timeout=PATIENCE)
+    assert agents[0].rpc_sync(1, "one", timeout=PATIENCE) == 1
+
+
 def test_callbacks_that_end_threads(caplog):
     """Other callbacks are called, and waiting threads go on; a group of TCP connections stays whole."""
 

@@ -11,6 +11,7 @@ import pytest
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     AuthenticationError,
+    DistributedError,
     DistributedTimeoutError,
     GroupClosedError,
     InvalidRankError,
@@ -483,3 +484,53 @@ def test_a_failed_context_closes_its_backend(job):
         with pytest.raises((TypeError, ValueError)):
             RpcContext(backend, **options)
         assert backend._closed
+
+
+def refuse_threads_after(number, monkeypatch):
+    """Have the system refuse to start more threads than so many."""
+    start, started = threading.Thread.start, []
+
+    def start_or_refuse(thread):
+        if len(started) == number:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
+
+
+@pytest.mark.parametrize("num_threads", range(6))
+def test_an_agent_without_threads_leaves_nothing(num_threads, job, monkeypatch):
+    """The limit is named, whichever thread can't be started; backend and threads are closed."""
+    ranks = job(2)
+    backend = TcpRpcBackend.from_membership(ranks.membership(1))
+    with check_leaks(), monkeypatch.context() as patched:
+        refuse_threads_after(num_threads, patched)
+        with pytest.raises(DistributedError, match="rank 1 can't start: this process can start no more threads"):
+            RpcAgent(backend)
+        assert backend._closed
+
+
+def test_a_backend_that_can_not_listen_is_closed(job, monkeypatch):
+    """With the reason as the error."""
+    backend = TcpRpcBackend.from_membership(job(1).membership(0))
+
+    def refuse(*_args, **_options):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("ferrodist.rpc.tcp_transport.Listener", refuse)
+    with pytest.raises(DistributedError, match="rank 0 can't start: this process has as many files open as it may"):
+        RpcAgent(backend)
+    assert backend._closed
+
+
+@pytest.mark.parametrize("wrong", [{"name": ""}, {"name": "x" * 5000}, {"rank": 7}, {"timeout": -1}], ids=str)
+def test_a_backend_of_wrong_arguments_leaves_nothing(wrong):
+    """Neither the store that it serves nor the socket that it was given."""
+    with check_leaks():
+        listener = socket.create_server(("127.0.0.1", 0))
+        with pytest.raises((TypeError, ValueError)):
+            TcpRpcBackend(**{"rank": 0, "world_size": 1, "address": "127.0.0.1:1", "listener": listener, **wrong})
+        assert listener.fileno() == -1
+    with pytest.raises(TypeError, match="membership must be a Membership"):
+        TcpRpcBackend.from_membership(3)

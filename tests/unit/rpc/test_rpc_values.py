@@ -49,6 +49,11 @@ class Box:
         ((), {"[1]": [1, [2, set()]]}, "keyword ['[1]'][1][1] is of type set"),
         (({"[2]": {"[1]": set()}},), {}, "argument [0]['[2]']['[1]'] is of type set"),
         (([{None: 1}],), {}, "argument [0][0] has the key None"),
+        (
+            ([{1.5: 1}],),
+            {},
+            "argument [0][0] has the key 1.5: keys of values that go from rank to rank are text or integers",
+        ),
         ((), {"value": {None: 1}}, "keyword ['value'] has the key None"),
     ],
 )
@@ -154,6 +159,13 @@ def test_memory_mapped_arrays(tmp_path):
     array[:] = [1, 2, 3]
     assert [type(found) for found in passed([array])[0]] == [np.ndarray]
     assert passed([array])[0][0].tolist() == [1, 2, 3]
+
+
+def test_read_only_arrays(tmp_path):
+    """They arrive as others do, without a warning of torch's."""
+    np.arange(3).tofile(tmp_path / "array")
+    array = np.memmap(tmp_path / "array", dtype=np.int64, mode="r")
+    assert passed([array])[0][0].tolist() == [0, 1, 2]
 
 
 NO_TENSORS = [

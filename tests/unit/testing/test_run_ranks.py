@@ -1,6 +1,7 @@
 """`run_ranks`: results, failures, stuck ranks, dead processes, and nothing left behind."""
 
 import ctypes
+import math
 import os
 import pickle
 import signal
@@ -454,8 +455,15 @@ def test_wrong_arguments_are_refused():
         run_ranks(lambda group: None, 1, backend="carrier pigeon")
     with pytest.raises(ValueError, match="timeout must be"):
         run_ranks(lambda group: None, 1, timeout=-1)
-    with pytest.raises(ValueError, match="must return ranks 0 to 1 in order"):
-        run_ranks(lambda group: None, 2, backend=lambda world_size: ToyBackend.create_group(3))
+    for made in (ToyBackend.create_group(3), None, [1, 2], iter(())):
+        with pytest.raises(ValueError, match="must return a list of the groups of ranks 0 to 1 in order"):
+            run_ranks(lambda group: None, 2, backend=lambda world_size, made=made: made)
+
+
+@pytest.mark.parametrize("backend", ["simulated", "tcp"])
+def test_a_run_may_take_for_ever(backend):
+    """An infinite timeout is none."""
+    assert run_ranks(lambda group: group.rank, 2, backend=backend, timeout=math.inf) == [0, 1]
 
 
 def test_the_error_pickles():

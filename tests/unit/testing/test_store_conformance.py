@@ -118,6 +118,13 @@ class CarelessStore(MemoryStore):
         return super().delete(key)
 
 
+class UnfinishedStore(MemoryStore):
+    """Has no `add` yet."""
+
+    def add(self, key, amount, *, timeout=None):
+        raise NotImplementedError
+
+
 class UndeadStore(MemoryStore):
     """Goes on after it was closed."""
 
@@ -154,3 +161,5 @@ def test_check_store_runs_all_checks():
     check_store(lambda: [MemoryStore()] * 2)
     with pytest.raises(AssertionError, match=r"store: \d+ of \d+ checks failed(?s:.*)delete_removes: `delete` says"):
         check_store(lambda: [KeepingStore()] * 2)
+    with pytest.raises(AssertionError, match=r"add_counts: (?s:.*)NotImplementedError(?s:.*)delete_removes: "):
+        check_store(lambda: [UnfinishedStore()] * 2)

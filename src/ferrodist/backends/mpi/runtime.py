@@ -225,7 +225,7 @@ def _await_start(runtime: MpiRuntime, deadline: Deadline) -> None:
         raise BackendUnavailable(f"{library_version()} can't be started: {error}") from None
     if not has_started:
         raise RendezvousError(
-            f"{library_version()} has not started within {deadline.timeout:.3g} s: it waits until all ranks that its"
+            f"{library_version()} has not started within {deadline.timeout:.4g} s: it waits until all ranks that its"
             " mpiexec has started make a group too. Look at what they do, or pass a larger timeout."
         )
 
@@ -322,7 +322,7 @@ def duplicate(mpi: Any, parent: Any, name: str, deadline: Deadline) -> tuple[Any
                 leak_request(request)
                 raise RendezvousError(
                     f"group {name!r}: all ranks are there, but {library_version()} made no communicator within"
-                    f" {deadline.timeout:.3g} s"
+                    f" {deadline.timeout:.4g} s"
                 )
             copy.Set_errhandler(mpi.ERRORS_RETURN)
             copies.append(copy)
@@ -361,7 +361,7 @@ def _call_roll(mpi: Any, parent: Any, name: str, deadline: Deadline) -> None:
     ranks = tuple(int(peer) for peer in np.flatnonzero(missing))
     if ranks:
         raise RendezvousError(
-            f"{ranks_text(ranks)} did not come to group {name!r} within {deadline.timeout:.3g} s: every rank of the MPI"
+            f"{ranks_text(ranks)} did not come to group {name!r} within {deadline.timeout:.4g} s: every rank of the MPI"
             " job makes it. Look at what is going on there, or pass a larger timeout; MPI's ranks can't meet again"
             " after this.",
             ranks=ranks,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Buffer, Self, override
 
+from ferrodist.backends.base import check_rank
 from ferrodist.backends.cuda_streams import Streams, allow_queries_during_capture, streams_of
 from ferrodist.backends.delegating_backend import DelegatingBackend
 from ferrodist.backends.native.backend import open_host_group
@@ -23,6 +24,7 @@ from ferrodist.backends.signature import MAX_PAYLOAD, CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import Channel, channel_of_tag
 from ferrodist.backends.weak import snapshot_weak
+from ferrodist.deadline import check_timeout
 from ferrodist.errors import BackendUnavailable, InvalidRankError, PeerLostError, UnsupportedOpError, ranks_text
 
 if TYPE_CHECKING:
@@ -127,7 +129,7 @@ class NcclGroup(DelegatingBackend):
                 group's.
 
         Raises:
-            InvalidRankError: No rank was lost.
+            InvalidRankError: No rank was lost, or one of ``lost`` is not in this group.
         """
         if lost is None:
             failure = self.failure
@@ -136,20 +138,27 @@ class NcclGroup(DelegatingBackend):
             raise InvalidRankError(
                 f"group {self.name!r} knows of no lost rank: pass lost=, the same on all ranks that are left"
             )
-        survivors = [rank for rank in range(self.world_size) if rank not in set(lost)]
+        gone = {check_rank(self, rank, f"lost rank {rank!r}") for rank in lost}
+        survivors = [rank for rank in range(self.world_size) if rank not in gone]
         return SubBackend(self, survivors, timeout=timeout, label="shrink")
 
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; see `Backend.close`. Operations launched by this rank are completed first, for up to 5 s."""
         if self._is_closed:
             return
+        if timeout is not None:
+            check_timeout(timeout)
         self._is_closed = True
         self.fast_path = None  # like the control group's own
-        for executor in snapshot_weak(self._executors.values):
-            executor.release(self.failure)
-        self._watchdog.close()
-        self._control.close(timeout)
-        self._run_close_callbacks()
+        try:
+            for executor in snapshot_weak(self._executors.values):
+                executor.release(self.failure)
+        finally:  # an error of NCCL, or an interruption, must not leave the others waiting for this rank
+            self._watchdog.close()
+            try:
+                self._control.close(timeout)
+            finally:
+                self._run_close_callbacks()
 
     def barrier(self, timeout: float | None = None) -> None:
         """Return when every rank has called it. Work on GPUs may still be under way: see `synchronize`."""

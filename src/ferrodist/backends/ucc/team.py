@@ -71,7 +71,7 @@ class OobAllgather:
             exchange.is_done = True
             return True
         if self._deadline.expired:
-            ranks = tuple(sorted({request.peer for request in pending}))
+            ranks = tuple(sorted({request.peer for request in pending if not request.done()}))
             for request in pending:
                 request.cancel()
             raise RendezvousError(

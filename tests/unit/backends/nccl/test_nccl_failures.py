@@ -9,11 +9,12 @@ from typing import NoReturn
 
 import pytest
 import torch
-from nccl_fakes import FakeNccl, fake_groups, send_cpu_tensors_to_nccl
+from nccl_fakes import FakeCommunicator, FakeNccl, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist as fd
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.group_observer import PeerExit
+from ferrodist.backends.nccl.communicator import NcclError
 from ferrodist.testing import run_ranks
 
 
@@ -321,6 +322,38 @@ def test_shrink_without_a_lost_rank_raises() -> None:
     run_ranks(program, 3, backend=fake_groups)
 
 
+def test_shrink_checks_the_lost_ranks() -> None:
+    """A rank that the group does not have is no lost one, and the group would stay as large."""
+    one, *others = fake_groups(2)
+    with pytest.raises(fd.InvalidRankError, match=r"lost rank 2 is not in 0\.\.1"):
+        one.shrink([2])
+    for group in (one, *others):
+        group.close()
+
+
+def test_a_group_is_closed_although_nccl_fails_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others learn that this rank has left, and its callbacks run; a wrong timeout changes nothing."""
+
+    def refuse(_: object) -> NoReturn:
+        raise NcclError("comm_destroy of NCCL failed")
+
+    def program(group: fd.Backend) -> bool:
+        begin(group)
+        has_run = threading.Event()
+        group.on_close(has_run.set)
+        with pytest.raises(TypeError, match="timeout must be"):
+            group.close("soon")
+        assert group.failure is None
+        group.barrier()
+        with pytest.raises(NcclError):
+            group.close()
+        assert isinstance(group.failure, fd.GroupClosedError)
+        return has_run.is_set()
+
+    monkeypatch.setattr(FakeCommunicator, "destroy", refuse)
+    assert run_ranks(program, 2, backend=fake_groups) == [True, True]
+
+
 def test_split_sizes_are_compared_pairwise() -> None:
     """A rank with even counts takes part in the comparison with ranks whose counts are uneven."""
 
@@ -382,6 +415,21 @@ def test_threads_launch_in_the_order_of_sequence_numbers() -> None:
             thread.join()
         group.synchronize()
         assert [tensor.tolist() for tensor in tensors] == [[2.0 * i] * 3 for i in range(8)]
+
+    run_ranks(program, 2, backend=fake_groups)
+
+
+def test_a_launch_while_another_thread_closes_the_group_is_refused() -> None:
+    """Between NCCL's end and the control group's, a call finds the group still usable."""
+
+    def program(group: fd.HybridBackend) -> None:
+        begin(group)
+        group.barrier()
+        group._executor.release(None)
+        with pytest.raises(fd.GroupClosedError, match="is being closed on this rank"):
+            fd.allreduce(torch.ones(2), group=group)
+        assert group.failure is None
+        group.barrier()
 
     run_ranks(program, 2, backend=fake_groups)
 

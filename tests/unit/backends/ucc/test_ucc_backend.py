@@ -328,15 +328,15 @@ def test_a_farewell_after_a_long_wait():
 
 
 def test_ranks_missing_from_an_exchange_are_named():
-    """At the deadline the missing ranks are named."""
-    control, other = SimulatedBackend.create_group(2)
-    oob = OobAllgather(control, Deadline(0.0))
-    exchange = oob.begin(b"address")
-    with pytest.raises(RendezvousError, match="rank 1 did not exchange UCC's addresses within 0 s") as raised:
-        oob.poll(exchange)
-    assert raised.value.ranks == (1,)
-    control.close()
-    other.close()
+    """At the deadline the missing ranks are named, and not those that have come before them."""
+    control, came, *others = SimulatedBackend.create_group(3)
+    exchange = OobAllgather(control, Deadline(0.0)).begin(b"address")
+    OobAllgather(came, Deadline(0.0)).begin(b"address")
+    with pytest.raises(RendezvousError, match="rank 2 did not exchange UCC's addresses within 0 s") as raised:
+        OobAllgather(control, Deadline(0.0)).poll(exchange)
+    assert raised.value.ranks == (2,)
+    for group in (control, came, *others):
+        group.close()
 
 
 def test_leaving_while_ucc_does_not_end():
