@@ -67,6 +67,12 @@ class EventLoop:
                 self._loop, self._thread = loop, thread
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    def cancel(self, future: concurrent.futures.Future[None]) -> None:
+        """Cancel a coroutine of `run`, once it has begun: before, it could not say that it was cancelled."""
+        with self._lock:
+            if self._loop is not None and not self._is_closed:  # `close` cancels all
+                self._loop.call_soon_threadsafe(self._loop.call_soon, future.cancel)
+
     def close(self, timeout: float) -> None:
         """Cancel all coroutines, and wait for the thread's end."""
         with self._lock:
