@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, overload
 
 import torch
 from msgspec.structs import replace
 
-from ferrodist.arguments import check_int
+from ferrodist.arguments import check_int, check_type
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.cuda_streams import record_use_on_streams
 from ferrodist.backends.native.binding import compiled
@@ -127,6 +128,7 @@ def _all_to_all(
             )
         rows = [tensors.shape[0] // size] * size
         return _all_to_all_rows(tensors, rows, rows, unit=tensors.numel() // size, group=chosen, out=out, timeout=limit)
+    check_type(tensors, Iterable, "tensors must be a torch.Tensor or a list of them")
     parts = list(tensors)
     _check_parts(parts)
     if len(parts) != size:
@@ -172,6 +174,7 @@ def _check_outs(out: torch.Tensor | Sequence[torch.Tensor], parts: Sequence[torc
     """Return ``out`` as a list; raises unless its tensors match ``parts``."""
     if isinstance(out, torch.Tensor):
         raise TypeError("out must be a list of tensors, as tensors is")
+    check_type(out, Iterable, "out must be a list of tensors, as tensors is")
     outs = list(out)
     if len(outs) != len(parts):
         raise ValueError(f"out must have one tensor for each of the {counted(len(parts), 'rank')}, not {len(outs)}")
@@ -211,7 +214,7 @@ def all_to_all_single_uneven(
     Raises:
         ValueError: The counts don't fit the tensor or the group, or ``out`` is not of ``sum(recv_counts)`` rows or has
             elements that share memory.
-        TypeError: A member of ``send_counts`` or ``recv_counts`` is not an integer.
+        TypeError: ``send_counts`` or ``recv_counts`` is not a sequence of integers.
         TypeError, RuntimeError: ``tensor`` or ``out`` is invalid, as for `allreduce`.
         SizeMismatchError: A rank's ``recv_counts`` does not match another's ``send_counts``. The group has failed; a
             rank whose own counts match may raise this only at its next call.
@@ -235,6 +238,7 @@ def all_to_all_single_uneven(
 
 def _check_counts(counts: Sequence[int], name: str, group: Backend) -> list[int]:
     """Return ``counts`` as a list of ints, one for each rank."""
+    check_type(counts, Iterable, f"{name} must be a list of integers, one for each rank")
     checked = [check_int(f"{name}[{rank}]", count) for rank, count in enumerate(counts)]
     if len(checked) != group.world_size or any(count < 0 for count in checked):
         raise ValueError(f"{name} needs a number of rows for each rank, {group.world_size} in all, not {checked}")

@@ -227,6 +227,15 @@ def check_dim(tensor: torch.Tensor, dim: int) -> int:
     return dim % tensor.dim()
 
 
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return ``shape`` as a tuple of ints; TypeError unless it is a sequence of integers, ValueError below 0."""
+    try:
+        sizes = tuple(shape)
+    except TypeError:
+        raise TypeError(f"shape must be a sequence of integers, as (4,), not {shape!r}") from None
+    return tuple(check_int(f"shape[{dim}]", size, min=0) for dim, size in enumerate(sizes))
+
+
 def check_layout(tensor: torch.Tensor, name: str = "tensor") -> None:
     """Raise UnsupportedOpError for nested and sparse tensors."""
     if tensor.is_nested:

@@ -62,9 +62,7 @@ def coalesce(group: Backend | None = None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for _, pending in block.end():
-            pending.is_started = True
-            pending.fail(error)
+        _fail([pending for _, pending in block.end()], error)
         raise
     finally:
         collected = block.end()
@@ -112,13 +110,24 @@ class _Block:
 
 def _start(collected: list[_Collected], group: Backend) -> None:
     """Compare the ranks' blocks, fuse what can be fused, and start all calls."""
-    runs = _runs(collected)
-    submit(_comparison(runs, group))
-    for members in runs:
-        joined = submit(_fused(members))
-        for _, pending in members:
-            pending.fused_into = joined  # which is done only when it is done on the GPU, too
-            pending.is_started = True
+    try:
+        runs = _runs(collected)
+        submit(_comparison(runs, group))
+        for members in runs:
+            joined = submit(_fused(members))
+            for _, pending in members:
+                pending.fused_into = joined  # which is done only when it is done on the GPU, too
+                pending.is_started = True
+    except BaseException as error:
+        _fail([pending for _, pending in collected if not pending.is_started], error)
+        raise
+
+
+def _fail(unstarted: list[ThreadCollective[object]], error: BaseException) -> None:
+    """End calls that never start."""
+    for pending in unstarted:
+        pending.is_started = True
+        pending.fail(error)
 
 
 def _runs(collected: list[_Collected]) -> list[list[_Collected]]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import struct
+from collections.abc import Iterable
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -47,7 +48,7 @@ from ferrodist.errors import ProtocolError
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
 
@@ -188,9 +189,10 @@ def scatter_object(
     src = check_root(chosen, src, "src")
     parts = [_no_object()] * chosen.world_size
     if chosen.rank == src:
-        if values is None or len(values) != chosen.world_size:
+        given = list(values) if isinstance(values, Iterable) else []
+        if len(given) != chosen.world_size:
             raise ValueError(f"rank {src} scatters: pass one object for each rank there, {chosen.world_size} in all")
-        parts = [_encode(value, allow_pickle) for value in values]
+        parts = [_encode(value, allow_pickle) for value in given]
     deadline = Deadline(limit)
     sizes = [part.numel() for part in parts]
     counts = _sizes_of_root("scatter_object", sizes, src, chosen, deadline, root_name="src")

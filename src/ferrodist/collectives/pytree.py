@@ -98,7 +98,7 @@ class _Flattening:
     def _pair(self, key: Any, value: Any, levels: int) -> list[Any]:
         key = python_value(key)
         if not isinstance(key, (str, int)):
-            raise _MisfitError(f"has the key {key!r}: keys of values that go from rank to rank are text or numbers")
+            raise _MisfitError(f"has the key {key!r}: keys of values that go from rank to rank are text or integers")
         return [_plain(key), self._member(key, value, levels)]
 
     def _leaf(self, value: Any, levels: int) -> TreeSpec:

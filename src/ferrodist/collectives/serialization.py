@@ -15,7 +15,7 @@ import ctypes
 import struct
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import torch
@@ -78,7 +78,7 @@ class PackedValue:
 class _TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """A tensor in the header."""
 
-    dtype: int  # its index in `DTYPES`
+    dtype: Annotated[int, msgspec.Meta(ge=0)]  # its index in `DTYPES`
     shape: tuple[int, ...]
     wants_gradient: bool
     is_on_gpu: bool
@@ -195,6 +195,6 @@ def _aligned(size_bytes: int) -> int:
 def _tensor_at(memory: bytearray | memoryview, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A tensor at an offset; not a view of a common tensor, so that writes to one don't bump the others' versions."""
     numel = prod(shape)
-    if not numel:
+    if numel <= 0:  # below 0 this raises, where `frombuffer` takes -1 for all that is left
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start).view(tuple(shape))

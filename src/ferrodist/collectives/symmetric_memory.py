@@ -9,7 +9,7 @@ import torch
 
 from ferrodist.backends.native.engine import NativeEngine
 from ferrodist.backends.signature import CollectiveSignature
-from ferrodist.collectives.arguments import group_and_timeout
+from ferrodist.collectives.arguments import check_shape, group_and_timeout
 from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.wording import counted
 
@@ -49,14 +49,13 @@ def empty_symmetric(
 
     Raises:
         BackendUnavailable: The memory can't be allocated; raised on all ranks.
+        TypeError: ``shape`` is not a sequence of integers, or collectives don't carry ``dtype``.
         ValueError: A size is negative, or the ranks' tensors together have more bytes than a process can address.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     check_dtype(dtype)
     chosen, limit = group_and_timeout(group, timeout)
-    sizes = tuple(shape)
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"a shape has no negative sizes, but {sizes} has")
+    sizes = check_shape(shape)
     count = math.prod(sizes)
     size_bytes = count * dtype.itemsize
     if size_bytes * chosen.world_size > _MAX_BYTES:

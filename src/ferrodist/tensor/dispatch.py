@@ -122,8 +122,7 @@ def dispatch(
     cache = _find_cache(args, kwargs, dtensor_type)
     cached = cache.get(tuple(key))
     if cached is None:
-        if len(cache) >= _MAX_CACHED:
-            cache.clear()
+        _make_room(cache)
         rule = RULES.get(func)
         is_by_value = rule is not None and rule.depends_on_values
         cached = _KEYED_BY_VALUE if is_by_value else _prepare(func, args, kwargs, dtensor_type)
@@ -134,10 +133,17 @@ def dispatch(
         exact = (*key, _KEYED_BY_VALUE, torch.get_default_dtype(), *find_all(float, [*args, *kwargs.values()]))
         cached = cache.get(exact)
         if cached is None:
+            _make_room(cache)
             cached = cache[exact] = _prepare(func, args, kwargs, dtensor_type)
     if not isinstance(cached, CachedDispatch):
         return cached(*args, **kwargs)
     return _run(cached, func, args, kwargs, dtensor_type)
+
+
+def _make_room(cache: dict[Any, Any]) -> None:
+    """Empty a full cache, before another entry is added."""
+    if len(cache) >= _MAX_CACHED:
+        cache.clear()
 
 
 def dispatch_foreach(
@@ -315,6 +321,8 @@ def _common_mesh(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> D
 def _select(call: OpCall, rule: OpRule) -> CachedDispatch:
     """Prepare a call by the strategies of its rule."""
     func = call.operator
+    if not schema_of(func).is_mutable:
+        _ = call.results  # torch refuses wrong arguments here, and rules need not
     written = [
         argument.name
         for argument in schema_of(func).arguments

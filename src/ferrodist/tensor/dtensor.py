@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.collectives.arguments import check_layout
+from ferrodist.collectives.arguments import check_layout, check_shape
 from ferrodist.collectives.reduce_op import ReduceOp, check_dtype
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.copied_views import VIEW_COPIES, ViewCopy, ViewKind, actual_kind, after_write, register_view
@@ -161,8 +161,8 @@ class DTensor(torch.Tensor):
                 shape each rank checks its own shard, and nothing is sent.
 
         Raises:
-            TypeError: ``local`` is not a plain tensor, or is quantized; or ``shape`` is None and collectives don't
-                carry the dtype.
+            TypeError: ``local`` is not a plain tensor, or is quantized; ``shape`` is None and collectives don't carry
+                the dtype; or ``mesh``, ``placements`` or ``shape`` is of another type.
             UnsupportedOpError: ``local`` is nested, sparse or on a GPU.
             ValueError, IndexError: ``placements`` don't fit the mesh or the tensor.
             CollectiveMismatchError: On all ranks: the shards don't make a tensor.
@@ -180,7 +180,7 @@ class DTensor(torch.Tensor):
         if shape is None:
             full = agree_on_shape(local, mesh, check_placements(mesh, placements, local.shape))
         else:
-            full = tuple(shape)
+            full = check_shape(shape)
         checked = check_placements(mesh, placements, full)
         spec = DTensorSpec.make(mesh, checked, full, local.dtype)
         if tuple(local.shape) != spec.local_shape:

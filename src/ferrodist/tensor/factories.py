@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.arguments import check_type
 from ferrodist.backends.base import Backend, check_rank
-from ferrodist.collectives.arguments import check_layout, compute_shard_sizes, prepare_out
+from ferrodist.collectives.arguments import check_layout, check_shape, compute_shard_sizes, prepare_out
 from ferrodist.collectives.gather import scatter_with_sizes
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.reduce import broadcast
@@ -46,7 +47,8 @@ def distribute(
         A leaf, which requires grad if ``tensor`` does.
 
     Raises:
-        TypeError: ``tensor`` is distributed already, or has a dtype that no collective carries.
+        TypeError: ``tensor`` is distributed already, or no tensor; it is quantized, or is to be sent and has a dtype
+            that no collective carries; or ``mesh`` or ``placements`` is of another type.
         ValueError, IndexError: ``placements`` don't fit the mesh or the tensor.
         RuntimeError: ``tensor`` has an autograd history, which would be lost: use `DTensor.from_local`.
         UnsupportedOpError: ``tensor`` is nested, sparse or on a GPU.
@@ -55,8 +57,9 @@ def distribute(
     """
     if isinstance(tensor, DTensor):
         raise TypeError("the tensor is distributed already: use its redistribute()")
+    check_type(tensor, torch.Tensor, "distribute takes a torch.Tensor")
     check_layout(tensor)
-    if tensor.is_quantized:
+    if src is not None or tensor.is_quantized:
         check_dtype(tensor.dtype)
     if tensor.is_cuda:
         raise UnsupportedOpError(
@@ -251,7 +254,8 @@ def arange(
 
 def _spec(shape: Sequence[int], mesh: DeviceMesh, placements: Placements, dtype: torch.dtype | None) -> DTensorSpec:
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    return DTensorSpec.make(mesh, check_placements(mesh, placements, shape), shape, dtype)
+    sizes = check_shape(shape)
+    return DTensorSpec.make(mesh, check_placements(mesh, placements, sizes), sizes, dtype)
 
 
 def _leaf(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> DTensor:

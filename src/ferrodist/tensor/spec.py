@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 
+from ferrodist.arguments import check_type
 from ferrodist.collectives.arguments import compute_shard_sizes
 from ferrodist.collectives.reduce_op import ReduceOp
+from ferrodist.mesh import DeviceMesh
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-
-    from ferrodist.mesh import DeviceMesh
 
 _DISPATCH_CACHE = "tensor.dispatch_cache"
 """The group attachment that holds `DTensorSpec.dispatch_cache`, for all specs on the group's meshes."""
@@ -79,8 +80,7 @@ class DTensorSpec:
         with _lock:
             found = _specs.get(key)
             if found is None:
-                coordinate = mesh.coordinate
-                assert coordinate is not None, "only ranks of a mesh have tensors on it"
+                coordinate = mesh.coords(mesh.parent.rank)  # InvalidRankError: only ranks of a mesh have tensors on it
                 found = _specs[key] = DTensorSpec(
                     mesh=mesh,
                     placements=tuple(placements),
@@ -201,10 +201,13 @@ def check_placements(
     mesh: DeviceMesh, placements: Placement | Sequence[Placement], shape: Sequence[int]
 ) -> tuple[Placement, ...]:
     """The placements of a tensor of this shape, one for each axis of the mesh, as a tuple with non-negative dims."""
-    given = (placements,) if isinstance(placements, Shard | Replicate | Partial) else tuple(placements)
+    check_type(mesh, DeviceMesh, "a tensor is distributed over a ferrodist.DeviceMesh")
+    given = tuple(placements) if isinstance(placements, Iterable) else (placements,)
     for placement in given:
         if not isinstance(placement, Shard | Replicate | Partial):
-            raise TypeError(f"a placement is Shard(dim), Replicate() or Partial(), not {placement!r}")
+            raise TypeError(
+                f"a placement is Shard(dim), Replicate() or Partial() of ferrodist, not {_with_origin(placement)}"
+            )
     if len(given) != mesh.ndim:
         raise ValueError(
             f"a mesh of axes {', '.join(map(repr, mesh.axis_names))} needs {counted(mesh.ndim, 'placement')}, one for"
@@ -228,6 +231,12 @@ def check_placements(
             raise ValueError(f"{along}: dim {dim} of {max(sizes)} is not {placement.blocks} equal blocks")
         checked[axis] = Shard(dim, placement.blocks)
     return tuple(checked)
+
+
+def _with_origin(placement: object) -> str:
+    """A wrong placement with its module, for torch has placements of the same names."""
+    module = type(placement).__module__
+    return repr(placement) if module == "builtins" else f"{placement!r} of {module}"
 
 
 def has_equal_blocks(

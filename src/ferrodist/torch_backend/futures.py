@@ -25,6 +25,8 @@ import torch
 from ferrodist.backends.lifecycle import ExitStage, at_exit
 from ferrodist.backends.weak import snapshot_weak
 from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedError
+from ferrodist.resource_limits import naming_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,15 +54,18 @@ class ThreadPool:
         _all_threads.add(self)
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job in a thread; it must not raise."""
+        """Run a job in a thread; it must not raise. DistributedError: there can be no more threads."""
         with self._lock:
-            self._jobs.put(job)  # not passed to the thread, which would keep it alive until the thread ends
             if self._num_idle:
                 self._num_idle -= 1
+                self._jobs.put(job)
                 return
-            made = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._members.add(made)
-        made.start()
+        made = threading.Thread(target=self._work, name=self._name, daemon=True)
+        with naming_limits("a callback of a future has no thread", kind=DistributedError):
+            made.start()
+        with self._lock:
+            self._members.add(made)  # which `join` may join only now that it is started
+        self._jobs.put(job)  # not passed to the thread, which would keep it alive until the thread ends
 
     def close(self) -> None:
         """End idle threads now, and the others when their jobs are done."""
@@ -134,7 +139,13 @@ class SerialQueue:
             if self._is_running:
                 return
             self._is_running = True
-        threads.run(self._work)
+        try:
+            threads.run(self._work)
+        except Exception:
+            with self._lock:
+                self._jobs.remove(job)
+                self._is_running = False  # the next job tries again
+            raise
 
     def deeper(self) -> SerialQueue:
         """The queue of callbacks that this queue's callbacks add; called only in its own thread."""

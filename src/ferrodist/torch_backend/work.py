@@ -94,11 +94,12 @@ class FerrodistWork(dist.Work):
         if self._future is None:
             tensors = [each for each in tree_leaves(self.results) if isinstance(each, torch.Tensor)]
             devices: list[int | str | torch.device] = [each.device for each in tensors if each.is_cuda]
-            future = self._future = ResultFuture(self.threads, devices)
+            future = ResultFuture(self.threads, devices)
             if self.is_completed():  # then the future is done at once, which torch's reducer relies on
                 future.settle(self.result)
             else:
                 self.run_in_thread(lambda: future.settle(self.result))
+            self._future = future
         return self._future
 
     def is_success(self) -> bool:

@@ -420,3 +420,20 @@ def test_a_tensor_of_another_shape_is_refused_while_its_send_waits(backend):
         return fd.recv((3,), None, 0, timeout=20).tolist()
 
     assert run_ranks(program, 2, backend=backend)[1] == [1.0] * 3
+
+
+def test_a_block_that_can_not_start_ends_its_handles(monkeypatch):
+    """Such as one whose group gets no thread: a wait raises that error, and not that the block has not ended."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    def program(group):
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(fd.DistributedError, match="no more threads"), fd.coalesce():
+            pending = fd.async_allreduce(torch.ones(2))
+        monkeypatch.undo()
+        with pytest.raises(fd.DistributedError, match="no more threads"):
+            pending.wait()
+
+    run_ranks(program, 1)

@@ -85,9 +85,29 @@ def test_counts_that_are_no_integers(name: str) -> None:
                 counts = {"send_counts": [1, 1], "recv_counts": [1, 1], name: wrong}
                 with pytest.raises(TypeError, match=rf"{name}\[1\] must be an integer"):
                     fd.all_to_all_single_uneven(torch.ones(2), **counts)
+            counts = {"send_counts": [1, 1], "recv_counts": [1, 1], name: 2}
+            with pytest.raises(TypeError, match=f"{name} must be a list of integers, one for each rank, not int"):
+                fd.all_to_all_single_uneven(torch.ones(2), **counts)
         fd.barrier()
 
     run_ranks(on_rank, 2)
+
+
+def test_lists_that_are_no_lists() -> None:
+    """Of tensors, of sizes and of objects: the error says which argument it is."""
+
+    def on_rank(_: Backend) -> None:
+        wrong: Any = 5
+        with pytest.raises(TypeError, match=r"tensors must be a torch\.Tensor or a list of them, not int"):
+            fd.all_to_all(wrong)
+        with pytest.raises(TypeError, match="out must be a list of tensors, as tensors is, not int"):
+            fd.all_to_all([torch.ones(2)], out=wrong)
+        with pytest.raises(TypeError, match="shape must be a sequence of integers"):
+            fd.empty_symmetric(wrong)
+        with pytest.raises(ValueError, match="pass one object for each rank"):
+            fd.scatter_object(wrong)
+
+    run_ranks(on_rank, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """Nested values, taken apart and put together: how deep, and what else may be in them."""
 
+import msgspec
 import pytest
 import torch
 
 from ferrodist.collectives.pytree import MAX_LEVELS, LeafCodec, check_spec, flatten, unflatten
-from ferrodist.collectives.serialization import PackedValue, decode_value, encode_value
+from ferrodist.collectives.serialization import PackedValue, UnreadableError, decode_value, encode_value
 
 
 def nest(levels, value=None):
@@ -79,3 +80,15 @@ def test_every_leaf_is_decoded_though_one_fails():
     with pytest.raises(ValueError, match="2 is wrong"):
         unflatten(spec, [], [made])
     assert seen == [1, 2, 3, 4, 5]
+
+
+def test_impossible_tensors_are_refused():
+    """Sizes and numbers of dtypes below 0, of which Python and torch would make others."""
+    memory, _ = encode_value(PackedValue.of(torch.zeros(3), "it"), "it")
+    header = msgspec.msgpack.encode([["tensor", 0], [[1, [3], False, False, 0]]])
+    at = memory.index(header)
+    for entry in ([1, [-1], False, False, 0], [-1, [3], False, False, 0]):
+        changed = msgspec.msgpack.encode([["tensor", 0], [entry]])
+        assert len(changed) == len(header)
+        with pytest.raises(UnreadableError):
+            decode_value(memoryview(memory[:at] + changed + memory[at + len(header) :]))

@@ -49,6 +49,11 @@ class Box:
         ((), {"[1]": [1, [2, set()]]}, "keyword ['[1]'][1][1] is of type set"),
         (({"[2]": {"[1]": set()}},), {}, "argument [0]['[2]']['[1]'] is of type set"),
         (([{None: 1}],), {}, "argument [0][0] has the key None"),
+        (
+            ([{1.5: 1}],),
+            {},
+            "argument [0][0] has the key 1.5: keys of values that go from rank to rank are text or integers",
+        ),
         ((), {"value": {None: 1}}, "keyword ['value'] has the key None"),
     ],
 )

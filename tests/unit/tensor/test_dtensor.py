@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from operator_checks import make, spread
+from torch.distributed.tensor import Shard as TorchShard
 
 import ferrodist as fd
 from ferrodist import (
@@ -21,6 +22,7 @@ from ferrodist import (
     Shard,
     UnsupportedOpError,
 )
+from ferrodist.backends.native import is_native_available
 from ferrodist.testing import run_ranks
 
 
@@ -203,6 +205,53 @@ def test_a_rank_outside_of_the_mesh():
     mesh = DeviceMesh(fd.SimulatedBackend.create_group(3)[2], (2,), ranks=[0, 1])
     with pytest.raises(InvalidRankError):
         fd.distribute(torch.zeros(4), mesh, Shard(0))
+    for call in (
+        lambda: fd.factories.zeros((4,), mesh=mesh, placements=Shard(0)),
+        lambda: DTensor.from_local(torch.zeros(2), mesh, Shard(0), shape=(4,)),
+    ):
+        with pytest.raises(InvalidRankError, match="rank 2 is not in this mesh"):
+            call()
+
+
+def test_arguments_of_other_types():
+    """They are named at the call, before any rank is waited for."""
+    mesh, tensor = alone(), torch.zeros(4)
+    for call, error, message in (
+        (lambda: fd.distribute([1.0], mesh, Shard(0)), TypeError, "distribute takes a torch.Tensor, not list"),
+        (lambda: fd.distribute(tensor, None, Shard(0)), TypeError, "over a ferrodist.DeviceMesh, not NoneType"),
+        (lambda: fd.distribute(tensor, mesh, 0), TypeError, "a placement is .*, not 0$"),
+        (lambda: fd.distribute(tensor, mesh, TorchShard(0)), TypeError, "of ferrodist, not .* of torch.distributed"),
+        (lambda: fd.factories.zeros(4, mesh=mesh, placements=Shard(0)), TypeError, "a sequence of integers, .* not 4"),
+        (lambda: fd.factories.zeros((-4,), mesh=mesh, placements=Shard(0)), ValueError, "at least 0, not -4"),
+        (lambda: DTensor.from_local(tensor, mesh, Shard(0), shape=4), TypeError, "a sequence of integers, .* not 4"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+@pytest.mark.skipif(not is_native_available(), reason="this installation was built without the native engine")
+def test_dtypes_that_no_collective_carries():
+    """They are refused before anything is sent, so the group goes on; without ``src`` nothing is sent."""
+
+    def program(group):
+        mesh, tensor = DeviceMesh(group, (2,)), torch.zeros(400_000, dtype=torch.uint16)
+        with pytest.raises(TypeError, match=r"not torch\.uint16"):
+            fd.distribute(tensor, mesh, Shard(0))
+        assert fd.distribute(tensor, mesh, Shard(0), src=None).to_local().numel() == 200_000
+        assert fd.allreduce(torch.ones(1)) == 2
+
+    run_ranks(program, 2, backend="native-threads")
+
+
+def test_wrong_arguments_of_operators_are_refused_by_torch():
+    """Also where a rule would fail on them."""
+    matrix, scalar = (fd.distribute(tensor, alone(), Replicate()) for tensor in (torch.ones(2, 3), torch.tensor(1.0)))
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        matrix.transpose(0, 5)
+    with pytest.raises(RuntimeError, match="at least a 1-dimensional tensor"):
+        scalar.split(1)
+    with pytest.raises(RuntimeError, match="number of dimensions"):
+        scalar.permute(0)
 
 
 def test_invalid_arguments_of_from_local():
@@ -324,12 +373,15 @@ def test_specs_are_interned():
 
 
 def test_dispatch_cache_is_bounded(monkeypatch):
-    """A program with new shapes in each step keeps only the last ones."""
+    """A program with new shapes or numbers in each step keeps only the last ones."""
     monkeypatch.setattr(fd.tensor.dispatch, "_MAX_CACHED", 8)
     mesh = alone()
     for size in range(1, 30):
         tensor = fd.distribute(torch.ones(size), mesh, Shard(0), src=None)
         assert (tensor + tensor).sum().full_tensor() == 2 * size
+    assert len(tensor._spec.dispatch_cache) <= 8
+    for value in range(30):
+        assert tensor.masked_fill(tensor > 0, float(value)).sum().full_tensor() == 29 * value
     assert len(tensor._spec.dispatch_cache) <= 8
 
 

@@ -262,3 +262,31 @@ def test_a_group_s_threads_end_with_it():
         if each.name == "ferrodist-futures-ending":
             each.join(10.0)
             assert not each.is_alive()
+
+
+def test_a_future_is_asked_for_again_when_there_was_no_thread(monkeypatch):
+    """The limit of threads is named, and later futures, and those of the same work, complete."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    def program(group):
+        made = FerrodistProcessGroup(group)
+        received = torch.zeros(1)
+        receive, others = made.recv([received], 1 - group.rank), SerialQueue(1)
+        group.barrier()
+        if group.rank == 0:
+            with monkeypatch.context() as patched:
+                patched.setattr(threading.Thread, "start", refuse)
+                for fail in (receive.get_future, lambda: others.run(print, made._threads)):
+                    with pytest.raises(DistributedError, match="no more threads"):
+                        fail()
+        group.barrier()
+        made.send([torch.ones(1)], 1 - group.rank).wait()
+        assert receive.get_future().wait() == [1.0]
+        ran = threading.Event()
+        others.run(ran.set, made._threads)
+        assert ran.wait(10.0)
+        made.shutdown()
+
+    run_ranks(program, 2)

@@ -226,7 +226,8 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
 
         The first backward after the block averages all that was accumulated.
         """
-        before = self._in_no_sync, self._refresh_reducer().is_syncing
+        is_syncing = self._refresh_reducer().is_syncing  # first: a copy joins its group
+        before = self._in_no_sync, is_syncing
         self._in_no_sync, self._get_reducer().is_syncing = True, False
         try:
             yield
@@ -340,8 +341,8 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
 
     @property
     def saves_buffers(self) -> bool:
-        """True if this rank's buffers are saved: those that forward broadcasts."""
-        return self._group.rank == 0
+        """True if this rank's buffers are saved: those that forward broadcasts, or a copy's own."""
+        return self._reducer is None or self._group.rank == 0
 
     def __getstate__(self) -> dict[str, Any]:
         """The picklable state, without attributes of the group."""

@@ -269,6 +269,13 @@ def test_sizes_that_do_not_divide_evenly(sizes, message):
         ParallelAttention(width, num_heads, num_kv_heads=num_kv_heads, mesh=mesh)
 
 
+def test_an_input_without_a_batch():
+    """It is refused, with the right shape."""
+    layer = ParallelAttention(4, 2, mesh=mesh_of(fd.SimulatedBackend.create_group(1)[0]))
+    with pytest.raises(ValueError, match=r"takes an input of shape \(B, T, embed_dim\), not \(3, 4\)"):
+        layer(torch.ones(3, 4))
+
+
 def test_a_mesh_of_several_axes():
     """It is refused before anything is computed from its size."""
     mesh = DeviceMesh(fd.SimulatedBackend.create_group(4)[0], (2, 2), ("dp", "tp"))
