@@ -461,6 +461,17 @@ def test_a_buffer_that_is_a_parameter():
     assert model.scale.placements == (Replicate(),)
 
 
+@pytest.mark.parametrize("option", ["gathers_outputs", "check", "init"])
+def test_options_of_another_type(option):
+    """They are refused, and the module stays as it is."""
+    model = nn.Linear(2, 2, device="meta")
+    mesh = mesh_of(fd.SimulatedBackend.create_group(1)[0])
+    with pytest.raises(TypeError, match=f"{option} must be .*, not str"):
+        fd.parallelize(model, mesh, {}, **{option: "no"})
+    assert type(model.weight) is nn.Parameter
+    assert not isinstance(model.weight, DTensor)
+
+
 @pytest.mark.parametrize("option", ["blocks", "chunks"])
 def test_invalid_blocks_and_chunks(option):
     for number in (0, -1, 2.0, True):
