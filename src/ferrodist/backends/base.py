@@ -14,6 +14,7 @@ import math
 import operator
 import threading
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 from weakref import WeakSet
 
@@ -124,8 +125,7 @@ class Backend(ABC):
             raise InvalidWorldSizeError(f"a group needs a world size of at least 1, not {world_size!r}")
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
             raise InvalidRankError(f"rank {rank!r} is not in 0..{world_size - 1} (world size {world_size})")
-        self._rank = rank
-        self._world_size = world_size
+        self._rank, self._world_size = rank, world_size
         self._timeout = resolve_timeout(timeout)
         self._name = name
 
@@ -381,12 +381,12 @@ class Backend(ABC):
         The default implementation does nothing, which is right if the backend can't tell the messages of groups apart.
         """
 
-    def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:  # noqa: B027 - may stay as it is
+    def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> bool:  # noqa: ARG002 - overridden
         """Note that this rank has made a sub-group of ``members`` (ranks of this group, in the sub-group's order).
 
-        A backend that overrides this uses the sub-group's ranks and name in the sub-group's errors. For other backends
-        `SubBackend` translates the errors.
+        Returns whether the sub-group's errors have its ranks and name; if not, `SubBackend` translates them.
         """
+        return False
 
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:  # noqa: B027 - may stay as it is
         """Note that this rank has left a sub-group. The default implementation does nothing."""
@@ -423,10 +423,10 @@ class Backend(ABC):
         self._close_callbacks.append(callback)
 
     def _run_close_callbacks(self) -> None:
-        for subgroup in snapshot_weak(lambda: self.subgroups):
-            subgroup.close()
-        while self._close_callbacks:
-            self._close_callbacks.pop()()
+        with ExitStack() as stack:  # goes on when one raises
+            for callback in (*self._close_callbacks, *(sub.close for sub in snapshot_weak(lambda: self.subgroups))):
+                stack.callback(callback)
+            self._close_callbacks.clear()
 
 
 class NonBlockingBackend(Backend):

@@ -8,7 +8,6 @@ import platform
 import re
 import statistics
 from datetime import datetime, timezone
-from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ferrodist.bench.cases import LIMITS, OURS, DataType, Operation, Peer, Suite, format_ranks
+from ferrodist.installation import installed_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -165,7 +165,7 @@ class Report(msgspec.Struct, kw_only=True):
     started: str = msgspec.field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
     machine: Machine = msgspec.field(default_factory=describe_machine)
     settings: dict[str, str]
-    ferrodist: str = msgspec.field(default_factory=lambda: version("ferrodist"))  # the measured version
+    ferrodist: str = msgspec.field(default_factory=lambda: installed_version() or "source tree")
     peers: list[PeerReport] = []
     cases: list[CaseReport] = []
     left_out: list[str] = []  # the cases that were not measured, with the reasons

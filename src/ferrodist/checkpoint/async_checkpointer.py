@@ -90,8 +90,9 @@ class CheckpointFuture:
         Raises:
             DistCheckpointError, DistributedError: The save failed. The previous checkpoint is unchanged.
             TimeoutError: The save is not done yet; it continues.
+            TypeError, ValueError: ``timeout`` is not a number of seconds.
         """
-        if not wait([self._future], timeout).done:
+        if not wait([self._future], None if timeout is None else Deadline(timeout).remaining()).done:
             raise TimeoutError(f"the checkpoint {self.path} is not written after {timeout} s, and goes on")
         self._was_reported = True
         self._future.result()
@@ -156,6 +157,7 @@ class AsyncCheckpointer:
     ) -> None:
         if keep_last is not None:
             check_int("keep_last", keep_last, min=1)
+        self._queue = check_int("queue", queue, min=0)
         self._group = resolve_group_or_alone(group)
         self._timeout = resolve_timeout(timeout)
         deadline = Deadline(self._timeout)
@@ -176,7 +178,6 @@ class AsyncCheckpointer:
             deadline,
         )
         self._own_group = SubBackend(self._group, range(self._group.world_size), label="ferrodist.checkpoint")
-        self._queue = check_int("queue", queue, min=0)
         self._options = SaveOptions(max_file_bytes, check_replicas, shards, keep_last, storage_options)
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="ferrodist-checkpoint")
         self._free: list[StagingBuffer] = [StagingBuffer()]
@@ -197,7 +198,7 @@ class AsyncCheckpointer:
 
     def path_of(self, step: int) -> str:
         """The path of a step's checkpoint."""
-        return join_path(self.dir, f"step-{step:08d}")
+        return join_path(self.dir, f"step-{check_int('step', step, min=0):08d}")
 
     def save_async(self, state: Any, step: int) -> CheckpointFuture:
         """Begin a save; every rank calls this. The program may change the state as soon as it returns.
@@ -214,7 +215,7 @@ class AsyncCheckpointer:
         """
         if self._thread is None:
             raise RuntimeError("this AsyncCheckpointer is closed: make another one")
-        path = self.path_of(check_int("step", step, min=0))
+        path = self.path_of(step)
         self._wait_for_room(path)
         earlier_error = self._first_unreported()  # ranks may differ in which failures they know of and have reported
         deadline = Deadline(self._timeout)

@@ -15,12 +15,14 @@ import msgspec
 import torch
 from torch.autograd.graph import increment_version
 
+from ferrodist.arguments import check_type
 from ferrodist.checkpoint.consensus import all_or_none, call_on_all, resolve_group_or_alone, run_on_rank0
 from ferrodist.checkpoint.format.manifest import MANIFEST_NAME, Manifest, decode_manifest, encode_manifest
 from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.reader import CheckpointReader, put_elements, read_manifest
 from ferrodist.checkpoint.save_plan import Span
+from ferrodist.checkpoint.shard_metadata import ShardMetadata
 from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.collectives.objects import all_gather_object, gather_object
 from ferrodist.collectives.p2p import recv_into, send
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.checkpoint.shard_metadata import ShardMetadata
 
 _MESSAGE_BYTES = 32 << 20
 
@@ -87,6 +88,7 @@ def load_distributed(
     storage = call_on_all(lambda: open_storage(path, storage_options), "open a checkpoint", str(path), group, deadline)
     manifest = _share_manifest(storage, group, deadline)
     with all_or_none("load a checkpoint", storage.url, group, deadline):
+        check_type(shards, (ShardMetadata, type(None)), "shards must be ShardMetadata or None")
         if shards:
             shards.check(group.world_size)
         planner = LoadPlanner(manifest, group.rank, group.world_size, shards)
@@ -180,7 +182,7 @@ def _read_on_rank0(
         dtype = _dtype(request, manifest)
         data = buffer[: chunk.numel * dtype.itemsize].view(dtype).view(chunk.shape)
         if group.rank == 0:
-            failure = failure or _catch(partial(reader.read_box, request.key, chunk, data))
+            failure = _read_or_clear(reader, request.key, chunk, data, failure)
             for rank in receivers[request]:
                 send(data, rank, group=group, timeout=deadline.remaining())
         else:
@@ -189,6 +191,16 @@ def _read_on_rank0(
             failure = failure or _catch(partial(put_elements, inner.take(view), data, request.key))
     if failure is not None:
         raise failure
+
+
+def _read_or_clear(
+    reader: CheckpointReader, key: str, chunk: Box, data: torch.Tensor, failure: Exception | None
+) -> Exception | None:
+    """Read a chunk, and return the error; after one send zeros: old numbers could overflow a receiver's dtype."""
+    failure = failure or _catch(partial(reader.read_box, key, chunk, data))
+    if failure is not None:
+        data.zero_()
+    return failure
 
 
 def _catch(act: Callable[[], None]) -> Exception | None:

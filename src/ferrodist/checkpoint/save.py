@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ferrodist.arguments import check_int
+from ferrodist.arguments import check_int, check_type
 from ferrodist.checkpoint.checkpoint_folder import remove_old
 from ferrodist.checkpoint.commit import check_owned, commit, make_manifest, remove_dead_saves
 from ferrodist.checkpoint.consensus import Phase, Rank0Exchange, call_on_all, is_of_group, resolve_group_or_alone
@@ -51,6 +51,7 @@ from ferrodist.checkpoint.save_plan import (
     TensorReport,
     plan_save,
 )
+from ferrodist.checkpoint.shard_metadata import ShardMetadata
 from ferrodist.checkpoint.state import Encoder, PartialSums, collect_state
 from ferrodist.checkpoint.storage import Storage, open_storage, parent_path
 from ferrodist.checkpoint.writer import FileReport, hash_blocks, row_major_bytes, write_file
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.base import Backend
-    from ferrodist.checkpoint.shard_metadata import ShardMetadata
 
 _logger = logging.getLogger(__name__)
 
@@ -179,6 +179,7 @@ class Save:
         check_int("max_file_bytes", options.max_file_bytes, min=1)
         encoder = Encoder(self._group.rank)
         tree = encoder.encode(collected)
+        check_type(options.shards, (ShardMetadata, type(None)), "shards must be ShardMetadata or None")
         if options.shards:
             options.shards.check(self._group.world_size)
         self._tensors = {key: self._report_tensor(key, tensor, encoder) for key, tensor in encoder.tensors.items()}

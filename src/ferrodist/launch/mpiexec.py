@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.errors import BackendUnavailable
 from ferrodist.launch.rank_environment import launch_environment, with_stack_dumps
+from ferrodist.rendezvous.secret import SECRET_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,6 +60,8 @@ def mpiexec_command(mpiexec: str, num_ranks: int, *, for_open_mpi: bool) -> list
 def mpiexec_environment(spec: LaunchSpec, base: Mapping[str, str], cores: int) -> dict[str, str]:
     """Return the environment of mpiexec. It has WORLD_SIZE, by which ranks that mpiexec did not place notice it."""
     environment = launch_environment(spec, with_stack_dumps(base), cores)
+    if spec.secret:
+        environment[SECRET_VARIABLE] = spec.secret
     for name in ("RANK", "LOCAL_RANK"):  # inherited, they would be the same for all ranks
         environment.pop(name, None)
     return environment

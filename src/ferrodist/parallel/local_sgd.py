@@ -113,7 +113,7 @@ class LocalSGD:
         self._module = module
         self._group = resolve_group(group)
         self._compare_settings()
-        self._model_id = register_model(self._group, f"{type(self).__name__} of {type(module).__name__}")
+        self._model_id = register_model(self._group, type(module).__name__, wrapper=type(self).__name__)
         self._guard = ModuleGuard(module, type(self).__name__)
         self._parameters = dict(module.named_parameters())
         self._means: FlatAverager | None = None
@@ -130,6 +130,7 @@ class LocalSGD:
         """True if the next step is one in which ranks train on their own."""
         return self.num_steps >= self.start_step
 
+    @torch.inference_mode(mode=False)
     def step(self) -> bool:
         """Count a step, and average at the end of a period; every rank calls it after each step of its optimizer.
 
@@ -176,8 +177,12 @@ class LocalSGD:
             CollectiveMismatchError: On every rank, when the ranks' numbers of steps differ.
             KeyError, ValueError: The state has another form, or belongs to another module.
         """
-        self.num_steps = int(state["num_steps"])
-        self._compare_settings()
+        before, self.num_steps = self.num_steps, int(state["num_steps"])
+        try:
+            self._compare_settings()
+        except BaseException:
+            self.num_steps = before
+            raise
 
     def _compare_settings(self) -> None:
         own_settings = (
@@ -270,6 +275,7 @@ class DiLoCo(LocalSGD):
         check_type(self.outer_optimizer, torch.optim.Optimizer, expected)
 
     @override
+    @torch.inference_mode(mode=False)
     def reset(self) -> None:
         super().reset()
         for name, parameter in self._parameters.items():
@@ -287,6 +293,7 @@ class DiLoCo(LocalSGD):
         return {**super().state_dict(), "outer": outer, "outer_optimizer": self.outer_optimizer.state_dict()}
 
     @override
+    @torch.inference_mode(mode=False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         anchors: Mapping[str, torch.Tensor] = state["outer"]
         for name, anchor in anchors.items():
@@ -295,8 +302,13 @@ class DiLoCo(LocalSGD):
                     f"the state has parameter {name!r} of shape {tuple(anchor.shape)}, which"
                     f" {type(self._module).__name__} does not have: load it into a DiLoCo of the same module"
                 )
+        before = self.num_steps
         super().load_state_dict(state)
-        self.outer_optimizer.load_state_dict(state["outer_optimizer"])
+        try:
+            self.outer_optimizer.load_state_dict(state["outer_optimizer"])
+        except BaseException:
+            self.num_steps = before
+            raise
         for name, anchor in anchors.items():
             self._outer[name].data = anchor.to(self._outer[name].dtype, copy=True)
         self._trained = tuple(name for name in self._parameters if name in anchors)

@@ -240,7 +240,8 @@ def convert_sync_batchnorm(
         for name, child in list(own_modules(parent).items()):
             if child is not None and layers.get(child) is not None:
                 setattr(parent, name, layers[child])
-    return layers[module] or module  # type: ignore[return-value]
+    new = layers[module]
+    return module if new is None else new  # type: ignore[return-value]
 
 
 def _convert_layer(
@@ -301,6 +302,11 @@ def _replace_custom(
         )
     if new is layer:
         return None
+    if any(isinstance(each, type(layer)) and not isinstance(each, _SyncBatchNorm) for each in new.modules()):
+        raise TypeError(
+            f"replace returned a module for {title} that has {with_article(type(layer).__name__)} again, whose own code"
+            " would be lost: make it of torch's own batch norms, which are replaced in turn"
+        )
     return convert_sync_batchnorm(new, group).train(layer.training)
 
 

@@ -254,9 +254,10 @@ class RpcAgent:
             InvalidRankError: The rank does not exist; or no rank has the name, in time or once all are there.
         """
         deadline = Deadline(self._seconds(timeout))
-        peer = self._names.find(rank, deadline, among_lost=False) if isinstance(rank, str) else self._rank_of(rank)
-        if peer != self.rank:
-            self._peers.wait_for(peer, deadline)
+        with self._executor.making_room():
+            peer = self._names.find(rank, deadline, among_lost=False) if isinstance(rank, str) else self._rank_of(rank)
+            if peer != self.rank:
+                self._peers.wait_for(peer, deadline)
 
     def statistics(self) -> RpcStatistics:
         """Counters and latencies of the calls made and served so far."""
@@ -324,7 +325,8 @@ class RpcAgent:
         if not isinstance(to, str):
             return self._rank_of(to), seconds
         deadline = Deadline(seconds)
-        return self._names.find(to, deadline), deadline.remaining()
+        with self._executor.making_room():
+            return self._names.find(to, deadline), deadline.remaining()
 
     def _rank_of(self, to: int) -> int:
         rank = to if type(to) is int else check_int("the rank to call, where it is no name,", to)

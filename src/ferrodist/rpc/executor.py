@@ -36,6 +36,7 @@ _JOIN_SECONDS = 5.0  # how long all threads of a pool together may take to end t
 _LEAD_SECONDS = 0.001
 _TICK_SECONDS = 0.001
 _MAX_IDLE_TICKS = 5
+_RETRY_SECONDS = 0.2  # between two attempts to start the only worker
 
 _MUST_NOT_WAIT = -1  # `num_waits` of the event loop's thread
 
@@ -66,6 +67,12 @@ class EventLoop:
                     raise
                 self._loop, self._thread = loop, thread
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def cancel(self, future: concurrent.futures.Future[None]) -> None:
+        """Cancel a coroutine of `run`, once it has begun: before, it could not say that it was cancelled."""
+        with self._lock:
+            if self._loop is not None and not self._is_closed:  # `close` cancels all
+                self._loop.call_soon_threadsafe(self._loop.call_soon, future.cancel)
 
     def close(self, timeout: float) -> None:
         """Cancel all coroutines, and wait for the thread's end."""
@@ -201,6 +208,13 @@ class Executor:
             if is_worker:
                 self.end_wait()
 
+    @contextlib.contextmanager
+    def making_room(self) -> Iterator[None]:
+        """Do as `waiting` does, except that an async function may wait, too: it holds up the other ones."""
+        may_wait = getattr(self._local, "num_waits", None) != _MUST_NOT_WAIT
+        with self.waiting() if may_wait else contextlib.nullcontext():
+            yield
+
     def close(self) -> None:
         """Run what is queued, and end the threads. A thread whose task does not end is left behind."""
         with self._lock:
@@ -224,9 +238,9 @@ class Executor:
 
     def _ensure_worker(self) -> None:
         """Have a worker take what is queued: at once, or when the overseer finds it untouched."""
-        if self._num_running == 0:
-            self._wake_one()
-        elif not self._is_overseen:
+        if self._num_running == 0 and self._wake_one():
+            return
+        if not self._is_overseen:
             self._is_overseen = True
             self._call_overseer()
 
@@ -261,7 +275,7 @@ class Executor:
                 self._num_running -= 1
             if not isinstance(error, RuntimeError):
                 raise
-            _log.exception("no thread could be started for the calls of %s: the existing ones serve them", self._name)
+            _log.exception("no thread can be started for the calls of %s: they wait for one that is there", self._name)
             return False
         return True
 
@@ -280,6 +294,9 @@ class Executor:
                         for _ in range(len(self._queue)):
                             if not self._wake_one():
                                 break
+                        is_stuck = self._num_running == 0
+                    if is_stuck:  # no thread could be started
+                        self._oversee_now.acquire(timeout=_RETRY_SECONDS)
                 seen = self._num_taken
             with self._lock:
                 if self._is_closed:  # the call for that may have ended the last tick

@@ -78,7 +78,11 @@ class PeerManager:
         """
         if self._is_closed:
             raise GroupClosedError("the agent was closed")
-        return self._peers.get(rank) or self.wait_for(rank, Deadline(timeout), even_if_lost=False)
+        peer = self._peers.get(rank)
+        if peer is not None:
+            return peer
+        with self._options.executor.making_room():
+            return self.wait_for(rank, Deadline(timeout), even_if_lost=False)
 
     def wait_for(self, rank: int, deadline: Deadline, *, even_if_lost: bool = True) -> Peer:
         """A peer once it is there, also one that was lost, unless that is an error; raises as `get`."""

@@ -284,7 +284,7 @@ class RpcServer(MessageHandler):
                 awaitable.close()
             self.respond(incoming, refusal(limit_text(error) or str(error)))
         else:
-            incoming.on_cancel(future.cancel)
+            incoming.on_cancel(functools.partial(self._executor.event_loop.cancel, future))
 
     # Responses.
 

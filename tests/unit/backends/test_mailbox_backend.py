@@ -200,3 +200,17 @@ def test_closing_ends_the_thread_whatever_goes_wrong(monkeypatch: pytest.MonkeyP
         start = time.monotonic()
         run_ranks(program, 2, backend="tcp-threads", timeout=60)
         assert time.monotonic() - start < 30
+
+
+def test_a_close_callback_that_raises_keeps_no_other_from_running() -> None:
+    """Those of the group and of its sub-groups run, last in, first out, and the error is raised."""
+    (group,) = fd.SimulatedBackend.create_group(1)
+    subgroup = fd.new_group(group=group)
+    ran: list[str] = []
+    for each, names in ((group, "ab"), (subgroup, "cd")):
+        for name in names:
+            each.on_close(lambda name=name: ran.append(name))
+        each.on_close(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        group.close()
+    assert ran == ["d", "c", "b", "a"]

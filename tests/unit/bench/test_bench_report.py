@@ -1,5 +1,7 @@
 """Statistics, ratios, tables and plots of ferrodist bench."""
 
+import importlib.metadata
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from ferrodist.bench.cli import parse_sizes
 from ferrodist.bench.report import (
     LOSS_MARK,
     Measurement,
+    Report,
     case_lines,
     describe_machine,
     format_bytes,
@@ -21,6 +24,13 @@ from ferrodist.bench.report import (
     save_plot,
     summary_lines,
 )
+
+
+def test_a_report_from_a_source_tree(monkeypatch):
+    """There is no version to name."""
+    monkeypatch.setattr(importlib.metadata, "version", importlib.metadata.distribution)
+    monkeypatch.setattr(importlib.metadata.Distribution, "discover", lambda **_: iter(()))
+    assert Report(settings={}).ferrodist == "source tree"
 
 
 @pytest.mark.parametrize("values", [[3.0], [1.0, 2.0], [3.0, 1.0, 2.0], [float(value) for value in range(101)]])

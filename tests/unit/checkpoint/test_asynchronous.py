@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -181,9 +182,11 @@ def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments(tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str) -> None:
-    """Each is named."""
+    """Each is named, before the folder is looked at together with other ranks."""
     with pytest.raises(error, match=message):
         AsyncCheckpointer(tmp_path, **options)
+    with pytest.raises(error, match=message):
+        AsyncCheckpointer(5, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("step", "error"), [(-1, ValueError), (True, TypeError), ("1", TypeError)])
@@ -191,6 +194,21 @@ def test_a_wrong_step(tmp_path: Path, step: Any, error: type[Exception]) -> None
     """A step is a number from 0."""
     with AsyncCheckpointer(tmp_path) as checkpointer, pytest.raises(error, match="step must be"):
         checkpointer.save_async({}, step)
+    with pytest.raises(error, match="step must be"):
+        checkpointer.path_of(step)
+
+
+def test_how_long_to_wait(tmp_path: Path, gate: _Gate) -> None:
+    """Timeouts are those of all other calls: infinity waits, and what is no time is refused."""
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        future = checkpointer.save_async({"a": torch.ones(9)}, 1)
+        with pytest.raises(TimeoutError, match="is not written after 0 s, and goes on"):
+            future.wait(0)
+        for timeout, error in ((-1, ValueError), ("1", TypeError)):
+            with pytest.raises(error, match="timeout must be"):
+                future.wait(timeout)  # type: ignore[arg-type]
+        threading.Timer(0.1, gate.is_open.set).start()
+        assert future.wait(math.inf) == checkpointer.path_of(1)
 
 
 def test_leftovers_of_a_killed_job_are_removed(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import ferrodist as fd
 from ferrodist.checkpoint import load_distributed, save_distributed
-from ferrodist.checkpoint.convert import export_hugging_face, import_hugging_face
+from ferrodist.checkpoint.convert import export_hugging_face, hugging_face, import_hugging_face
 from ferrodist.checkpoint.storage import LocalStorage, open_storage
 from ferrodist.checkpoint.tools.diff import compare
 from ferrodist.checkpoint.tools.rewrite import RewriteOptions
@@ -110,6 +110,31 @@ def test_tied_tensors_of_a_part(tmp_path):
     assert set(read_folder(tmp_path / "hf")) == {"y", "z.w.v"}
     export_hugging_face(path, tmp_path / "deep", part="b.z.w")
     assert set(read_folder(tmp_path / "deep")) == {"v"}
+
+
+def test_a_part_whose_name_begins_with_another(tmp_path):
+    """Keys may contain dots: the part is found, whichever key comes first."""
+    save_distributed({"a": {"x": torch.zeros(2)}, "a.b": {"w": torch.ones(2)}}, tmp_path / "a")
+    for part, name in (("a.b", "w"), ("a", "x")):
+        export_hugging_face(tmp_path / "a", tmp_path / f"of {part}", part=part)
+        assert list(load_file(tmp_path / f"of {part}" / "model.safetensors")) == [name]
+
+
+def test_options_of_another_type(tmp_path):
+    """Options that are no RewriteOptions are refused, before anything is written."""
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    for convert in (import_hugging_face, export_hugging_face):
+        with pytest.raises(TypeError, match="options must be RewriteOptions or None, not dict"):
+            convert(tmp_path, tmp_path / "b", options={"num_ranks": 2})
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_longest_header(tmp_path, monkeypatch):
+    """The limit of a header is that of the other readers, without its length field."""
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    length = int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little")
+    monkeypatch.setattr(hugging_face, "MAX_HEADER_BYTES", length)
+    import_hugging_face(tmp_path, tmp_path / "b")
 
 
 def test_no_such_part(tmp_path):

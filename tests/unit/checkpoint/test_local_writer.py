@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -101,6 +102,14 @@ def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
 
 
 @pytest.mark.usefixtures("few_places")
+def test_a_thread_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends a write in its thread, the file doesn't count as written."""
+    monkeypatch.setattr(local_writer, "_write_all", mock.Mock(side_effect=MemoryError))
+    thread = local_writer._WriteThread(0, memoryview(b""), 0)
+    with pytest.raises(MemoryError):
+        thread.finish()
+
+
 def test_any_size_in_any_steps(tmp_path: Path) -> None:
     """The file has what was written: around the sizes of blocks and buffers, in small and in large writes."""
     draw = random.Random(0)

@@ -80,6 +80,22 @@ def test_damage_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(program, 2)
 
 
+def test_damage_is_one_error(tmp_path: Path) -> None:
+    """Ranks that get nothing because of the damage raise the error of rank 0, and none about what came in its place."""
+    save_distributed({"a": torch.full((8,), 1e30), "b": torch.zeros(8)}, tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-8 * 4 :] = torch.full((8,), 1e30).numpy().tobytes()
+    file.write_bytes(data)
+
+    def program(group: Backend) -> None:
+        into = {"a": torch.zeros(8), "b": torch.zeros(8, dtype=torch.float16)}
+        with pytest.raises(DistCheckpointError, match=r"tensor 'b', is damaged"):
+            load_distributed(tmp_path, into, group=group, one_reads=True)
+
+    run_ranks(program, 2)
+
+
 def test_a_rank_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's lack of memory is an error on all ranks before anything is sent."""
     _save(tmp_path)

@@ -9,7 +9,7 @@ from offline_states import flip, make_state, measure_memory, save_sharded, save_
 from safetensors import safe_open
 
 from ferrodist import DeviceMesh, Shard
-from ferrodist.checkpoint import PerRank, Placed, load_distributed
+from ferrodist.checkpoint import PerRank, Placed, load_distributed, save_distributed
 from ferrodist.checkpoint.reader import read_manifest
 from ferrodist.checkpoint.storage import LocalStorage
 from ferrodist.checkpoint.tools.diff import compare
@@ -228,6 +228,24 @@ def test_wrong_arguments(tmp_path, arguments, error, message):
     """Wrong arguments are refused before anything is read."""
     with pytest.raises(error, match=message):
         reshard(tmp_path / "nowhere", tmp_path / "new", **arguments)
+
+
+@pytest.mark.parametrize("dim", ["0", 1.0])
+def test_a_function_of_no_dims(tmp_path, dim):
+    """A function that returns anything but a dim is told so, with the tensor."""
+    save_distributed({"w": torch.zeros(4, 4)}, tmp_path / "a")
+    with pytest.raises(TypeError, match="dim of tensor 'w' must be an integer, not"):
+        reshard(tmp_path / "a", tmp_path / "b", num_ranks=2, dim=lambda *_: dim)
+
+
+def test_a_wrong_default_timeout_is_found_first(tmp_path, monkeypatch):
+    """A wrong FERRODIST_TIMEOUT ends a rewrite before it has written anything."""
+    save_distributed({"w": torch.zeros(4)}, tmp_path / "a")
+    monkeypatch.setenv("FERRODIST_TIMEOUT", "soon")
+    reports = []
+    with pytest.raises(ValueError, match="FERRODIST_TIMEOUT"):
+        reshard(tmp_path / "a", tmp_path / "b", num_ranks=2, progress=lambda *done: reports.append(done))
+    assert not reports
 
 
 def test_no_checkpoint(tmp_path):

@@ -43,6 +43,7 @@ def test_variables_for_mpiexec():
     assert found.pop("PYTHONPATH") == with_stack_dumps({})["PYTHONPATH"]
     assert found == {"HOME": "/here", "WORLD_SIZE": "3", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "2"}
     assert mpiexec_environment(spec(), {"OMP_NUM_THREADS": "5"}, cores=8)["OMP_NUM_THREADS"] == "5"
+    assert mpiexec_environment(spec(secret="of the job"), {}, cores=8)["FERRODIST_SECRET"] == "of the job"
 
 
 def test_no_mpiexec(monkeypatch, tmp_path, capsys):

@@ -261,8 +261,9 @@ def test_models_do_not_mix(kind):
 
     for error, values in run_ranks(attempt, 2):
         assert type(error) is CollectiveMismatchError
-        assert f"model 0 ({kind.__name__} of Sequential)" in str(error)
-        assert f"model 1 ({kind.__name__} of Sequential)" in str(error)
+        assert f"averaged bucket 0 of {kind.__name__} model 0 (Sequential)" in str(error)
+        assert "backward passes of the ranks" not in str(error)
+        assert f"averaged bucket 0 of {kind.__name__} model 1 (Sequential)" in str(error)
         assert values == [1.0, 1.0]
 
 
@@ -367,3 +368,32 @@ def test_wrong_arguments(kind, options, error, text):
     """Each is refused by name."""
     with pytest.raises(error, match=text):
         kind(torch.nn.Linear(1, 1), SimulatedBackend.create_group(1)[0], **options)
+
+
+def test_a_state_that_is_refused_changes_nothing():
+    """Number of steps and momenta stay when the ranks load different states, or the outer optimizer refuses one."""
+
+    def load(group):
+        averaging = DiLoCo(seeded(mlp), group, period=3)
+        state = averaging.state_dict()
+        other_step = caught(lambda: averaging.load_state_dict({**state, "num_steps": 5 + group.rank}))
+        empty = {**state["outer_optimizer"], "param_groups": []}
+        other_groups = caught(lambda: averaging.load_state_dict({**state, "num_steps": 5, "outer_optimizer": empty}))
+        return type(other_step), type(other_groups), averaging.num_steps
+
+    assert run_ranks(load, 2) == [(CollectiveMismatchError, ValueError, 0)] * 2
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_averages_in_inference_mode(kind):
+    """What an average, a reset or a loaded state makes there serves later averages outside."""
+
+    def program(group):
+        averaging = kind(seeded(mlp), group, period=1)
+        for act in (averaging.step, averaging.reset, lambda: averaging.load_state_dict(averaging.state_dict())):
+            with torch.inference_mode():
+                act()
+            averaging.step()
+        return averaging.num_steps
+
+    assert run_ranks(program, 2) == [4, 4]

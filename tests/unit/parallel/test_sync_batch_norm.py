@@ -289,6 +289,11 @@ def test_convert_leaves_what_replace_returns():
     for wrong in (lambda _: None, lambda _: torch.nn.Module):
         with pytest.raises(TypeError, match=r"as for '1'"):
             convert_sync_batchnorm(model, replace=wrong)
+    with pytest.raises(TypeError, match="'1' that has a Widened again"):
+        convert_sync_batchnorm(model, replace=lambda layer: torch.nn.Sequential(layer, torch.nn.ReLU()))
+    assert isinstance(
+        convert_sync_batchnorm(Activated(2), replace=lambda _: torch.nn.Sequential()), torch.nn.Sequential
+    )
     with pytest.raises(TypeError, match="replace must be a function"):
         convert_sync_batchnorm(model, replace=torch.nn.Linear(1, 1).weight)
 

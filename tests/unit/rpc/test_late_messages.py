@@ -173,6 +173,33 @@ def test_late_async_methods_are_cancelled(make):
     until(lambda: holder.called == [("ended", "it")])
 
 
+def test_async_methods_that_are_late_before_they_begin(make, monkeypatch):
+    """They are answered, also where Python cancels a task at once that has not begun, as its newer versions do."""
+    chain = asyncio.futures._chain_future
+
+    def chain_and_cancel(task, future):
+        chain(task, future)
+        if future.cancelled():
+            task.cancel()
+
+    monkeypatch.setattr(asyncio.futures, "_chain_future", chain_and_cancel)
+    agent, other, holder = make()
+    box = agent.remote(1, "Box")
+
+    async def block():
+        holder.hold()
+
+    other._executor.event_loop.run(block())
+    assert holder.started.wait(_PATIENCE)
+    future = box.rpc_async().sleep("it")
+    until(lambda: any(each._cancel for each in other._server.serving))
+    give_up(agent, future)
+    until(lambda: any(each.is_cancelled for each in other._server.serving))
+    holder.release.set()
+    until(lambda: not other._server.serving)
+    assert holder.called == [(), ("ended", "it")]
+
+
 def test_remote_creation_is_not_cancelled(make):
     """The object is made after the timeout, too: its reference may be used later."""
     agent, _, holder = make(num_workers=1)

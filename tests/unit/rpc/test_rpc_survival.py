@@ -156,6 +156,48 @@ def test_async_functions_without_a_thread(make, monkeypatch):
     assert agents[0].rpc_sync(1, "one", timeout=PATIENCE) == 1
 
 
+def test_calls_without_a_worker_wait_for_one(make, monkeypatch, caplog):
+    """The first call is served as soon as a thread can be started, without another call."""
+    agents = make({"one": lambda: 1})
+    refused = threading.Event()
+
+    def refuse(_thread):
+        refused.set()
+        raise RuntimeError("can't start new thread")
+
+    with caplog.at_level(logging.CRITICAL), monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        future = agents[0].rpc_async(1, "one", timeout=PATIENCE)
+        assert refused.wait(PATIENCE)
+    assert future.result() == 1
+
+
+@pytest.mark.parametrize("to", ["nobody", 1])
+@pytest.mark.parametrize("how", ["rpc_sync", "rpc_async", "wait_for_rank"])
+def test_workers_that_wait_for_a_rank_make_room(how, to):
+    """The only one waits for a name, or for a rank that has not come, and other calls are served."""
+
+    class Nowhere(SimulatedRpcBackend):
+        """Finds no rank."""
+
+        def open(self, peers):
+            """Do nothing."""
+
+    begun = threading.Event()
+
+    def wait():
+        begun.set()
+        with pytest.raises(GroupClosedError):
+            getattr(agent, how)(to, *(["one"] if how != "wait_for_rank" else []), timeout=PATIENCE).result()
+
+    agent = RpcAgent(Nowhere.create_group(2)[0], {"wait": wait, "one": lambda: 1}, num_workers=1)
+    waits = agent.rpc_async(0, "wait")
+    assert begun.wait(PATIENCE)
+    assert agent.rpc_sync(0, "one", timeout=PATIENCE / 2) == 1
+    agent.close()
+    assert isinstance(waits.exception(), GroupClosedError)
+
+
 def test_callbacks_that_end_threads(caplog):
     """Other callbacks are called, and waiting threads go on; a group of TCP connections stays whole."""
 

@@ -30,7 +30,7 @@ from ferrodist.backends.tcp.bootstrap import join_members
 from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.backends.weak import snapshot_weak, weak_method
 from ferrodist.deadline import Deadline, resolve_timeout
-from ferrodist.errors import DistributedError, GroupAbortedError
+from ferrodist.errors import BackendUnavailable, DistributedError, GroupAbortedError, describe_error
 from ferrodist.rendezvous import Membership, rendezvous
 from ferrodist.rendezvous.secret import resolve_secret, user_secret
 
@@ -58,6 +58,7 @@ class NativeBackend(DelegatingBackend):
 
     Raises:
         BackendUnavailable: This installation has no native engine, or the ranks of a host can't share memory.
+        ValueError: FERRODIST_SOCKET_IFNAME names no interface here; the others raise BackendUnavailable with that.
     """
 
     def __init__(
@@ -98,7 +99,10 @@ class NativeBackend(DelegatingBackend):
             self._open(resolve_secret(secret), job, deadline, shares_memory=shares_memory)
         except GroupAbortedError:
             pass  # by a rank that had opened all and went ahead: the next call raises it
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, DistributedError):  # the others have not seen it
+                reason = f"rank {rank} of group {name!r} can't open the native engine: {describe_error(error)}"
+                control.abort(BackendUnavailable(reason, ranks=(rank,)))
             self.close()
             raise
 

@@ -83,7 +83,7 @@ def send_fd(
                     selector.unregister(key.fileobj)
                     with key.fileobj as connection:
                         missing.discard(_serve(connection, nonce, descriptor, missing))
-            _check(group, sorted(missing), deadline)
+            _check(group, sorted(missing), deadline, "connect to")
 
 
 def _accept(listener: socket.socket, users: Collection[int]) -> socket.socket | None:
@@ -139,7 +139,7 @@ def recv_fd(
             try:
                 data, descriptors, flags, _ = socket.recv_fds(sock, 1, 1)
             except (TimeoutError, BlockingIOError):
-                _check(group, [leader], deadline)
+                _check(group, [leader], deadline, "answer")
                 continue
             break
     except ConnectionError:  # the same words on all ranks: the lowest one says why
@@ -156,21 +156,21 @@ def recv_fd(
 def _connect(group: Backend, sock: socket.socket, leader: int, name: bytes, deadline: Deadline) -> None:
     sock.setblocking(False)
     while (error := sock.connect_ex(_address(name))) == errno.EAGAIN:  # the backlog is full
-        _check(group, [leader], deadline)
+        _check(group, [leader], deadline, "take the connection of")
         time.sleep(min(_RETRY_INTERVAL_SECONDS, deadline.remaining()))
     if error:
         raise OSError(error, os.strerror(error))  # of the subclass of its errno, as ConnectionRefusedError
 
 
-def _check(group: Backend, missing: Sequence[int], deadline: Deadline) -> None:
-    """Raise if the group has ended, or if no time is left for the ranks ``missing``."""
+def _check(group: Backend, missing: Sequence[int], deadline: Deadline, due: str) -> None:
+    """Raise if the group has ended, or if no time is left for the ranks ``missing`` to do what is ``due``."""
     if not missing:
         return
     if group.failure is not None:
         raise group.failure.fresh()
     if deadline.expired:
         raise DistributedTimeoutError(
-            f"sharing memory in group {group.name!r}: {ranks_text(missing)} did not connect to rank {group.rank}"
+            f"sharing memory in group {group.name!r}: {ranks_text(missing)} did not {due} rank {group.rank}"
             f" within {deadline.timeout:g} s. Look at what is going on there, or pass a larger timeout. Reported by"
             f" rank {group.rank}.",
             ranks=tuple(missing),

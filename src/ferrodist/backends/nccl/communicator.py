@@ -22,7 +22,7 @@ from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.polling import wait_until
 from ferrodist.backends.signature import MAX_PAYLOAD, CollectiveSignature
 from ferrodist.deadline import Deadline
-from ferrodist.errors import BackendUnavailable, DistributedError, describe_error
+from ferrodist.errors import BackendUnavailable, DistributedError, GroupClosedError, describe_error
 from ferrodist.installation import how_to_install
 
 if TYPE_CHECKING:
@@ -245,9 +245,11 @@ class GroupCommunicator:
 
     @property
     def communicator(self) -> Communicator:
-        """The communicator, after `begin`."""
-        assert self._communicator is not None
-        return self._communicator
+        """The communicator, after `begin`; raises GroupClosedError once it is freed."""
+        communicator = self._communicator
+        if communicator is None:  # freed by another thread since the group was found usable
+            raise GroupClosedError(f"group {self._group.name!r} is being closed on this rank ({self._group.rank})")
+        return communicator
 
     @property
     def is_of_parent(self) -> bool:

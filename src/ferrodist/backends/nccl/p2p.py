@@ -109,8 +109,13 @@ class NcclP2P:
         if receives:
             self._inbox.open(self._group)
         with self._sending if sends else contextlib.nullcontext():
-            for send in sends:
-                send_without_waiting(self._group, _Header.from_tensor(send.tensor, send.tag).pack(), send.dst, _TAG)
+            for index, send in enumerate(sends):
+                header = _Header.from_tensor(send.tensor, send.tag).pack()
+                try:
+                    send_without_waiting(self._group, header, send.dst, _TAG)
+                except BaseException as error:
+                    self._end_pairs({earlier.dst for earlier in sends[:index]} - {send.dst}, what, error)
+                    raise
             if receives:
                 sources = self._receive(what, sends, receives, deadline)
             else:
@@ -204,17 +209,31 @@ class NcclP2P:
             if tensor.numel():
                 transfers.setdefault(source, _P2PTransfer([], [])).received.append(tensor.view(-1))
         launched: list[tuple[StreamExecutor, InFlightOp, torch.device]] = []
+        # All ranks connect their pairs in one order, or they could wait for each other in a ring.
+        peers = sorted(transfers, key=lambda peer: sorted((peer, self._group.rank)))
         try:
-            # All ranks connect their pairs in one order, or they could wait for each other in a ring.
-            for peer in sorted(transfers, key=lambda peer: sorted((peer, self._group.rank))):
+            for peer in peers:
                 executor, rank_in_pair = self._executor_to(peer)
                 tensors = [*transfers[peer].sent, *transfers[peer].received]
                 work = partial(transfers[peer].enqueue, rank_in_pair)
                 message = executor.launch_message(what, tensors, work, timeout=deadline.timeout, peers=(rank_in_pair,))
                 launched.append((executor, message, tensors[0].device))
+        except BaseException as error:  # of one pair, which has ended
+            self._end_pairs(peers[len(launched) + 1 :], what, error)
+            raise
         finally:  # only now, so that messages with several ranks overlap
             for executor, message, device in launched:
                 executor.order_after(message, device)
+
+    def _end_pairs(self, peers: Iterable[int], what: str, error: BaseException) -> None:
+        """End the messages with ranks whose headers were sent or taken and whose elements won't follow.
+
+        NCCL would put the elements of a later message in their place.
+        """
+        for peer in peers:
+            executor, _ = self._executor_to(peer)
+            self._pairs[peer].abort(left_reason(self._group.rank, what, error))
+            executor.abort()
 
     def _executor_to(self, peer: int) -> tuple[StreamExecutor, int]:
         """The executor of messages with a rank, and that rank's number in the pair."""

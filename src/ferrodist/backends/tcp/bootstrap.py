@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from typing import TYPE_CHECKING, TypeVar
@@ -92,21 +93,25 @@ def gather_links(
         with changed:
             admitted.discard(hello.rank)
 
+    unreturned = contextlib.ExitStack()  # closes the connections if this raises, as their ranks wait for this one
+
     def take(sock: Connection, hello: Hello) -> None:
         with changed:
-            connections[hello.rank] = sock
+            connections[hello.rank] = unreturned.enter_context(sock)
             changed.notify()
 
     server = Listener(host, port, secret=secret, sock=listener, deadline=deadline)
-    try:
-        server.serve(admit, take, dismiss)
-        with changed:
-            while not (len(connections) == world_size - 1 or server.shortage is not None or deadline.expired):
-                changed.wait(min(deadline.remaining(), _POLL_INTERVAL_SECONDS))
-            if server.shortage is not None:  # reported to the ranks that dial now
-                changed.wait_for(lambda: len(connections) == world_size - 1, _SHORTAGE_SECONDS)
-    finally:
-        server.close()
+    with unreturned:
+        try:
+            server.serve(admit, take, dismiss)
+            with changed:
+                while not (len(connections) == world_size - 1 or server.shortage is not None or deadline.expired):
+                    changed.wait(min(deadline.remaining(), _POLL_INTERVAL_SECONDS))
+                if server.shortage is not None:  # reported to the ranks that dial now
+                    changed.wait_for(lambda: len(connections) == world_size - 1, _SHORTAGE_SECONDS)
+        finally:
+            server.close()
+        unreturned.pop_all()
     return connections, _error_of_missing(server, connections, world_size, own.group, deadline)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from ferrodist.arguments import check_type
 from ferrodist.checkpoint.convert.external_tensors import ExternalTensor, FileShard, conversion_errors, import_folder
 from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
 from ferrodist.checkpoint.format.safetensors import (
@@ -86,7 +87,7 @@ def _parse_file(storage: Storage, file: str) -> dict[str, ExternalTensor]:
         raise DistCheckpointError(f"{where} is no safetensors file: it has {counted(size, 'byte')}")
     storage.read(file, 0, memoryview(length_field))
     begin = LENGTH_BYTES + int.from_bytes(length_field, "little")
-    if begin > min(size, MAX_HEADER_BYTES):
+    if begin > min(size, LENGTH_BYTES + MAX_HEADER_BYTES):
         raise DistCheckpointError(f"{where} is no safetensors file, or is cut off: its header is longer than it is")
     header = bytearray(begin)
     storage.read(file, 0, memoryview(header))
@@ -155,6 +156,7 @@ def export_hugging_face(
         ValueError: ``options`` asks for the files of more than one rank.
     """
     options = options or RewriteOptions()
+    check_type(options, RewriteOptions, "options must be RewriteOptions or None")
     if options.num_ranks != 1:
         raise ValueError(f"tensors are exported whole, as one rank's, not as those of {options.num_ranks}")
     with closing(open_storage(path, storage_options)) as storage:
@@ -186,13 +188,19 @@ def _find_part(node: Any, part: str | None, where: str) -> Any:
     """Return the node at a path; keys may contain dots themselves."""
     if not part:
         return node
-    members = node.get("dict") if isinstance(node, dict) else None
-    for key, each in (members or {}).items():
-        if key == part:
-            return each
+    members = (node.get("dict") if isinstance(node, dict) else None) or {}
+    if part in members:
+        return members[part]
+    failure: DistCheckpointError | None = None
+    for key, each in members.items():
         if part.startswith(f"{key}."):
-            return _find_part(each, part[len(key) + 1 :], where)
-    known = ", ".join(list(members or {})[:5])
+            try:
+                return _find_part(each, part[len(key) + 1 :], where)
+            except DistCheckpointError as error:  # a longer key may have it
+                failure = failure or error
+    if failure is not None:
+        raise failure
+    known = ", ".join(list(members)[:5])
     raise DistCheckpointError(f"{where} has no part {part!r}; there is {known or 'no dict with text as keys'}")
 
 

@@ -163,14 +163,14 @@ class _WriteThread(threading.Thread):
     def __init__(self, descriptor: int, data: memoryview, at: int) -> None:
         super().__init__(name="ferrodist-checkpoint-file")
         self._job = descriptor, data, at
-        self._error: OSError | None = None
+        self._error: BaseException | None = None
         self.start()
 
     def run(self) -> None:
         """Write the data."""
         try:
             _write_all(*self._job)
-        except OSError as error:
+        except BaseException as error:  # noqa: BLE001 - raised by `finish`: a file with a gap must not count as written
             self._error = error
 
     def finish(self) -> None:

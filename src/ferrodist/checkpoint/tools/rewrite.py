@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ferrodist.arguments import check_int
+from ferrodist.arguments import check_int, check_type
 from ferrodist.checkpoint.commit import check_owned, commit, make_manifest
 from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.format.tree import child_nodes, split_node
@@ -141,6 +141,7 @@ class RewriteOptions:
             return None
         if callable(self.dim):
             dim = self.dim(key, shape)
+            dim = None if dim is None else check_int(f"dim of tensor {key!r}", dim)
             if dim is not None and not -len(shape) <= dim < len(shape):
                 raise ValueError(f"dim gives {dim} for tensor {key!r} of shape {shape}: give one of its dims, or None")
         elif self.dim is not None:
@@ -160,6 +161,8 @@ def rewrite(
     ``single_name`` is the name of the file of tensors if it is the only one. DistCheckpointError: the source is
     damaged, or the storage refuses; nothing was committed.
     """
+    check_type(options, RewriteOptions, "options must be RewriteOptions or None")
+    timeout = default_timeout()  # a wrong FERRODIST_TIMEOUT is found before hours of writing
     reports = _make_reports(source_state, options)
     save_id = uuid.uuid4().hex[:12]
     try:
@@ -179,7 +182,7 @@ def rewrite(
             save_id=save_id,
             world_size=source_state.world_size if _has_per_rank(plan.tree) else options.num_ranks,
         )
-        commit(storage, manifest, Deadline(default_timeout()), single_name=single_name)
+        commit(storage, manifest, Deadline(timeout), single_name=single_name)
     except BaseException as error:
         with contextlib.suppress(OSError):  # the error that is being raised says more
             storage.discard(save_id)

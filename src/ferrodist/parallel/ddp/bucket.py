@@ -53,7 +53,7 @@ CommHook: TypeAlias = "Callable[[GradientBucket], PendingCollective[torch.Tensor
 
 FINGERPRINT_SIZE = 2  # elements of one rank's fingerprint
 
-_ATTACHMENT = "parallel.ddp.models"  # the group attachment with the names of its models, by id
+_ATTACHMENT = "parallel.ddp.models"  # the group attachment with the titles of its models, by id
 _ID_MODULUS = 127
 _ALIGNMENT_BYTES = 64
 
@@ -92,16 +92,17 @@ def compute_bucket_assignment(
     return sorted(specs, key=lambda spec: spec.members[-1])
 
 
-def register_model(group: Backend, name: str) -> int:
+def register_model(group: Backend, name: str, *, wrapper: str = "DDP") -> int:
     """Return a model's id within its group, from 0; ranks register their models in the same order."""
-    names: list[str] = group.attachments.setdefault(_ATTACHMENT, [])
-    names.append(name)
-    return len(names) - 1
+    titles: list[str] = group.attachments.setdefault(_ATTACHMENT, [])
+    titles.append(f"{wrapper} model {len(titles)} ({name})")
+    return len(titles) - 1
 
 
 def model_title(group: Backend, model_id: int) -> str:
     """The model's name in error messages, such as "DDP model 0 (Linear)"."""
-    return f"DDP model {model_id} ({group.attachments[_ATTACHMENT][model_id]})"
+    title: str = group.attachments[_ATTACHMENT][model_id]
+    return title
 
 
 def bucket_fingerprint(model_id: int, bucket_index: int) -> tuple[float, float]:
@@ -124,8 +125,8 @@ def verify_fingerprints(fingerprints: list[complex], group: Backend) -> None:
     else:
         what_happened = "; ".join(f"{ranks_text(ranks)} averaged {what}" for what, ranks in senders.items())
     error = CollectiveMismatchError(
-        f"the backward passes of the ranks of group {group.name!r} are out of step: {what_happened}. Every rank must"
-        " run the backward passes of its DDP models in the same order, and as many of each.",
+        f"the ranks of group {group.name!r} are out of step: {what_happened}. Every rank must average its models in"
+        " the same order, and each as often as the others: backward passes of DDP, step() of LocalSGD and DiLoCo.",
         ranks=tuple(odd) if len(senders) == 2 and 2 * len(odd) < group.world_size else (),
     )
     group.abort(error)
@@ -178,6 +179,8 @@ class GradientBucket:
         """The same memory, as one tensor for each parameter, with its shape and, unless it has gaps, its strides."""
         self.absent: list[str] = []
         """Names of the parameters that this rank had no gradient for when the bucket started."""
+        self.timeout: float | None = None
+        """Seconds for each collective of the hook; None is the group's timeout."""
         self._memory, self._as_views = memory, as_views
         self._installed: list[torch.Tensor | None] = [None] * len(self.parameters)  # views that were put into ``.grad``
         self._view_addresses = tuple(gradient.data_ptr() for gradient in self.gradients)
@@ -189,7 +192,6 @@ class GradientBucket:
         trailer = [1.0] * count + [0.0] * count + fingerprints
         self._full_trailer = torch.tensor(trailer, dtype=memory.dtype, device=memory.device)
         self._pending: list[PendingCollective[torch.Tensor]] = []
-        self._timeout: float | None = None
         self._grad_mask: list[complex] = []
 
     def matches_parameters(self) -> bool:
@@ -235,7 +237,7 @@ class GradientBucket:
 
         ``timeout`` is in seconds, for each collective, also the hook's; None uses the group's.
         """
-        self._timeout = timeout
+        self.timeout = timeout
         self._trailer.copy_(self._full_trailer)
         self.absent.clear()
         if is_joined:
@@ -271,7 +273,7 @@ class GradientBucket:
         if len(pending) == 1:
             pending[0].wait()
         else:
-            result: object = pending[0].wait(self._timeout)  # the hook started its collective without this timeout
+            result: object = pending[0].wait(self.timeout)  # a custom hook may have started its collective without it
             pending[1].wait()
             if not isinstance(result, torch.Tensor) or result.numel() != self.tensor.numel():
                 what = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__

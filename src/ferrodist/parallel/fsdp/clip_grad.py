@@ -31,6 +31,7 @@ def clip_gradients(
     the same factor. For DTensors another one over their mesh's group precedes it, in which elements that several ranks
     have are counted in shares.
     """
+    max_norm, norm_type = float(max_norm), float(norm_type)  # as torch does, which takes "inf" too
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be at least 0, not {max_norm}")
     if not norm_type > 0:

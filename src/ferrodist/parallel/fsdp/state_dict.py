@@ -12,6 +12,7 @@ import torch
 
 from ferrodist.collectives.objects import all_gather_object, broadcast_object
 from ferrodist.collectives.reduce import broadcast
+from ferrodist.errors import ranks_text
 from ferrodist.parallel.fsdp.dtensor_params import full_tensor, local_tensor, slice_local, spec_of
 
 if TYPE_CHECKING:
@@ -93,9 +94,8 @@ class ModelStateDict:
                 raise ValueError(f"the state dict of rank {rank} does not fit the module: {found}. Nothing was loaded.")
         have = [rank for rank, (has_state, _) in enumerate(answers) if has_state]
         if have not in ([0], list(range(group.world_size))):
-            raise ValueError(
-                f"load_full_state_dict takes the state on all ranks or on rank 0, but ranks {have} have it"
-            )
+            who = f"{ranks_text(have)} of group {group.name!r} passed it" if have else "no rank passed it"
+            raise ValueError(f"load_full_state_dict takes the state on all ranks, or on rank 0 alone, but {who}")
         return len(have) < group.world_size
 
     def _send_extras(self, extras: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -152,13 +152,12 @@ class Unit:
 
     def end_summon(self, *, writeback: bool) -> bool:
         """Give the module its shards again; return whether they were changed meanwhile, which is kept."""
-        if self.state is not UnitState.GATHERED:
-            return False
+        has_begun = self.state is UnitState.GATHERED  # otherwise `begin_summon` failed, maybe after some of the flats
+        has_changed = has_begun and self._versions != self.shard_versions()
         self.state = UnitState.SHARDED
         self.has_full_params = False
-        has_changed = self._versions != self.shard_versions()
         for flat in self.flats:
-            flat.end_summon(writeback=writeback and not has_changed)
+            flat.end_summon(writeback=writeback and has_begun and not has_changed)
         return has_changed
 
     def start_reduce(self, buffer: GradientBuffer) -> None:

@@ -99,7 +99,9 @@ class Outputs:
             )
         spec, first, needs_grad = found[0]
         if any(other != spec for other, _, _ in found) or not all(
-            each.dim() for _, others, _ in found for each in others
+            each.dim() and each.shape[1:] == one.shape[1:]
+            for _, others, _ in found
+            for each, one in zip(others, first, strict=True)
         ):
             raise ValueError(
                 "the outputs of the last stage for microbatches can't be joined along dim 0: pass the inputs as"
@@ -116,10 +118,16 @@ class Outputs:
             if len(parts) != len(given):
                 raise ValueError(f"there are {len(given)} microbatches of outputs, and {len(parts)} of gradients")
             split = [_flatten_like(part, spec) for part, (spec, _, _) in zip(parts, given, strict=True)]
+            for others, (_, tensors, _) in zip(split, given, strict=True):
+                for gradient, tensor in zip(others, tensors, strict=True):
+                    if gradient is not None:
+                        _check_shape(gradient, tensor.shape)
         else:
             split = [[] for _ in given]
             for index, whole in enumerate(_flatten_like(gradients, given[0][0])):
                 sizes = [tensors[index].shape[0] for _, tensors, _ in given]
+                if whole is not None:
+                    _check_shape(whole, (sum(sizes), *given[0][1][index].shape[1:]))
                 pieces = [None] * len(sizes) if whole is None else torch.split(whole, sizes)
                 for part, piece in zip(split, pieces, strict=True):
                     part.append(piece)
@@ -138,6 +146,14 @@ class Outputs:
 
 def _set_requires_grad(tensors: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> list[torch.Tensor]:
     return [tensor.requires_grad_(wanted) for tensor, wanted in zip(tensors, needs_grad, strict=True)]
+
+
+def _check_shape(gradient: torch.Tensor, shape: Sequence[int]) -> None:
+    if gradient.shape != torch.Size(shape):
+        raise ValueError(
+            f"backward() got a gradient of shape {tuple(gradient.shape)} for a tensor of shape {tuple(shape)} in the"
+            " result of forward(): they must be equal"
+        )
 
 
 def _flatten_like(gradients: Any, spec: TreeSpec) -> list[torch.Tensor | None]:

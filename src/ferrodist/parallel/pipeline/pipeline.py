@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from ferrodist.arguments import check_type
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.collectives.barrier import barrier
@@ -26,7 +28,7 @@ from ferrodist.parallel.pipeline.microbatch import Losses, LossReduction, Microb
 from ferrodist.parallel.pipeline.schedule.build import PipelineSchedule, resolve_schedule
 from ferrodist.parallel.pipeline.schedule.lowering import backward_only, forward_only
 from ferrodist.parallel.pipeline.schedule_executor import ScheduleExecutor, StepData
-from ferrodist.parallel.pipeline.shared_parameters import SharedParameters
+from ferrodist.parallel.pipeline.shared_parameters import SharedParameters, check_locations
 from ferrodist.parallel.pipeline.split import Stages, find_shared
 from ferrodist.parallel.pipeline.stage import Stage, find_edges
 from ferrodist.parallel.pipeline.state_dict import StateDictMapper
@@ -35,7 +37,7 @@ from ferrodist.torch_private.modules import own_modules
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from ferrodist.backends.base import Backend
     from ferrodist.parallel.pipeline.schedule.ir import Action, Schedule
@@ -161,9 +163,14 @@ class Pipeline(TransparentWrapper):
         super().__init__()
         self._parent = resolve_group(group)
         rank, num_ranks = self._parent.rank, self._parent.world_size
-        if isinstance(stages, torch.nn.Module):
+        if isinstance(stages, torch.nn.Module) and not isinstance(stages, torch.nn.ModuleList):
             alone = stages
-            stages = Stages([alone if index == rank else None for index in range(num_ranks)])
+            stages = [alone if index == rank else None for index in range(num_ranks)]
+        if not isinstance(stages, Stages):
+            check_type(stages, Sequence, "stages must be a module or a list of modules; pass list(...) of others")
+            stages = Stages(stages)
+        if loss_fn is not None and not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function of outputs and targets or None, not {type(loss_fn).__name__}")
         self.is_partial = num_ranks > 1
         self.schedule = resolve_schedule(schedule, num_ranks, num_microbatches, len(stages))
         self.num_microbatches = self.schedule.num_microbatches
@@ -173,12 +180,11 @@ class Pipeline(TransparentWrapper):
         ranks = self.schedule.stage_ranks
         found = {index: stages[index] for index in self.schedule.rank_stages[rank]}
         self._local_stages = {index: module for index, module in found.items() if module is not None}
-        shared = find_shared(stages) if shared is None else shared
+        shared = find_shared(stages) if shared is None else check_locations(shared)
         self._shared = self._verify_and_share(stages, shared)
         self.stages = torch.nn.ModuleDict({str(index): module for index, module in self._local_stages.items()})
-        prefixes = (stages if isinstance(stages, Stages) else Stages(stages)).prefixes
-        self._mapper = StateDictMapper(self._local_stages, prefixes)
-        names = [[f"{prefixes[stage]}{name}" for stage, name in locations] for locations in shared]
+        self._mapper = StateDictMapper(self._local_stages, stages.prefixes)
+        names = [[f"{stages.prefixes[stage]}{name}" for stage, name in locations] for locations in shared]
         self.first_names = {name: same[0] for same in names for name in same}
         self._loaded_prefixes: dict[str, str] = {}  # each stage's prefix here: that in the state being loaded
         self.register_load_state_dict_post_hook(_restore_model_names)  # type: ignore[no-untyped-call]

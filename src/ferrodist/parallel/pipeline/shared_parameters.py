@@ -98,6 +98,18 @@ class SharedParameters:
         return [find() for _, find, _ in self._shared]
 
 
+def check_locations(shared: Sequence[Sequence[tuple[int, str]]]) -> Sequence[Sequence[tuple[int, str]]]:
+    """Return the (stage, name) pairs of shared parameters; TypeError if they are something else."""
+    for pairs in shared:
+        for pair in pairs:
+            if not (isinstance(pair, (tuple, list)) and list(map(type, pair)) == [int, str]):
+                raise TypeError(
+                    f"shared must have a list of (stage, name) pairs for each parameter, as [(0, 'weight'), (1,"
+                    f" 'weight')], not {pairs!r}"
+                )
+    return shared
+
+
 def _find(module: torch.nn.Module, name: str, stage: int) -> torch.nn.Parameter:
     try:
         return module.get_parameter(name)

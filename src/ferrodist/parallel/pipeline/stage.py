@@ -36,7 +36,10 @@ class Edge(NamedTuple):
 def find_edges(num_stages: int, skips: Mapping[str, tuple[int, int]]) -> list[Edge]:
     """All edges between stages: from each to the next, and skips."""
     edges = [Edge(MAIN, stage, stage + 1) for stage in range(num_stages - 1)]
-    for name, (source, target) in skips.items():
+    for name, ends in skips.items():
+        if not (isinstance(ends, (tuple, list)) and list(map(type, ends)) == [int, int]):
+            raise TypeError(f"the skip {name!r} must have a pair of stages, its source and its target, not {ends!r}")
+        source, target = ends
         if not name.isidentifier():
             raise ValueError(f"the skip {name!r} can't be the name of an argument")
         if not 0 <= source < target < num_stages:

@@ -103,6 +103,8 @@ class ParallelAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the attention."""
+        if x.dim() != 3:
+            raise ValueError(f"ParallelAttention takes an input of shape (B, T, embed_dim), not {tuple(x.shape)}")
         batch, length, width = x.shape
         queries = self.queries(x).view(batch, length, self.num_heads, self.head_dim)
         keys = self._repeat_heads(self.keys(x).view(batch, length, self.num_kv_heads, self.head_dim))

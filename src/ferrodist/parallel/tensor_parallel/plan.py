@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,7 +15,7 @@ from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.module_init import describe, describe_tensors, find_initialiser, has_meta_tensors
 from ferrodist.parallel.parameter_claims import describe_claim
-from ferrodist.parallel.tensor_parallel.styles import Style
+from ferrodist.parallel.tensor_parallel.styles import IOPlacements, Style
 from ferrodist.parallel.tensor_parallel.wrapped_forwards import find_arguments
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
@@ -46,6 +47,7 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Styl
             if name in styles and styles[name] != style:
                 raise ValueError(f"module {name!r} has two styles, by {patterns[name]!r} and by {pattern!r}")
             style.check(name or type(module).__name__, one)
+            _check_placements(name or type(module).__name__, style.preparation())
             _check_arguments(name or type(module).__name__, one, style.preparation().wanted)
             styles[name], patterns[name] = style, pattern
     return styles
@@ -54,6 +56,18 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Styl
 def _fits(name: str, pattern: str) -> bool:
     names, patterns = name.split("."), pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
+
+
+def _check_placements(name: str, placements: IOPlacements) -> None:
+    """Raise TypeError unless a style's inputs and outputs have placements."""
+    for title, value in (("wanted", placements.wanted), ("outputs", placements.outputs)):
+        each = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else (value,)
+        for one in each:
+            check_type(
+                one,
+                (Shard, Replicate, Partial, NoneType),
+                f"the style of module {name!r} must have {title}= of placements, as Shard(1)",
+            )
 
 
 def _check_arguments(name: str, module: nn.Module, wanted: Any) -> None:
@@ -84,6 +98,11 @@ def parameter_placements(module: nn.Module, styles: Mapping[str, Style]) -> dict
                 found.setdefault(parameter, Replicate())
                 continue
             placement = style.placement_of(key, parameter)
+            check_type(
+                placement,
+                (Shard, Replicate, Partial),
+                f"the plan must give parameter {name!r} a placement, as Shard(0)",
+            )
             if parameter in placed and found[parameter] != placement:
                 raise ValueError(
                     f"parameter {name!r} is also {placed[parameter]!r}, and the plan places it as {placement} and as"
@@ -148,7 +167,9 @@ def describe_plan(
     lines = [f"the style {style} for {name!r}" for name, style in styles.items()]
 
     def describe_placed(name: str, tensor: torch.Tensor) -> str:
-        placement = f" as {placements[tensor]}" if isinstance(tensor, nn.Parameter) else ""
+        placement = ""
+        if isinstance(tensor, nn.Parameter) and tensor in placements:  # a buffer may be a Parameter
+            placement = f" as {placements[tensor]}"
         return f"{describe(name, tensor)}{placement}{' on the meta device' if tensor.is_meta else ''}"
 
     return lines + describe_tensors(module.named_parameters(), module.named_buffers(), describe_placed)

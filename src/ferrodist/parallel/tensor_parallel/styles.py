@@ -57,7 +57,7 @@ class Style:
 
         Raises:
             TypeError: The module has another class than the style is for.
-            ValueError: The module lacks one of the parameters.
+            ValueError: The module lacks one of the parameters, or has an option that the style can't shard.
         """
         own = {key for key, _ in module.named_parameters(recurse=False)}
         if unknown := sorted(set(self.parameters) - own):
@@ -176,6 +176,16 @@ class VocabularyParallel(_LayerStyle):
 
     def __post_init__(self) -> None:
         _refuse(self, "parameters", "wanted")
+
+    @override
+    def check(self, name: str, module: nn.Module) -> None:
+        _LayerStyle.check(self, name, module)
+        for option, reason in (
+            ("max_norm", "forward would change rows"),
+            ("sparse", "collectives take dense gradients"),
+        ):
+            if getattr(module, option):
+                raise ValueError(f"VocabularyParallel can't shard {name!r}, which has {option}: {reason}")
 
     @override
     def placement_of(self, name: str, parameter: torch.Tensor) -> Placement:

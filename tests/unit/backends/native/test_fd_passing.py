@@ -98,6 +98,18 @@ def test_other_users_are_turned_away(monkeypatch):
     assert str(found[1]) == "rank 0 did not hand out the memory"
 
 
+def test_a_lowest_rank_that_does_not_answer_is_named():
+    """It listens, and is stopped before it passes the memory on."""
+    group = SimpleNamespace(failure=None, rank=1, name="g")
+    with (
+        _meeting() as (name, _),
+        fd_passing.make_socket() as sock,
+        pytest.raises(DistributedTimeoutError, match="rank 0 did not answer rank 1 within") as caught,
+    ):
+        fd_passing.recv_fd(group, sock, 0, name, _NONCE, user=os.geteuid(), deadline=Deadline(0.1))
+    assert caught.value.ranks == (0,)
+
+
 def test_nothing_is_taken_from_another_user(monkeypatch):
     """A process that has taken the name of a lowest rank that has gone learns no nonce, and passes no memory."""
     monkeypatch.setattr(fd_passing, "_ROOT", -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ferrodist as fd
+from ferrodist.backends.native import backend as native_backend
 from ferrodist.backends.native import is_native_available
 from ferrodist.backends.native.binding import dtype_number, load
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, fold
@@ -297,7 +299,7 @@ def test_symmetric_shapes_are_compared():
     """Ranks that ask for different shapes get an error on all ranks; a wrong argument one at home."""
 
     def program(group):
-        with pytest.raises(ValueError, match="negative"):
+        with pytest.raises(ValueError, match=r"shape\[0\] must be at least 0"):
             fd.empty_symmetric((-1,))
         with pytest.raises(TypeError):
             fd.empty_symmetric((1,), torch.uint16)
@@ -395,3 +397,29 @@ def test_waiting_releases_the_interpreter(call):
         run_ranks(program, 2, backend="native-threads", timeout=20.0)
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_a_rank_that_cant_open_the_engine_tells_the_others_why(monkeypatch):
+    """They don't just find that it has left; here its interface's name is wrong."""
+
+    def refuse(name):
+        raise ValueError(f"FERRODIST_SOCKET_IFNAME={name!r} is no interface")
+
+    def make(rank):
+        try:
+            fd.NativeBackend(rank, 2, address, listener=listener if rank == 0 else None, timeout=30.0)
+        except Exception as error:
+            errors[rank] = error
+
+    real = native_backend.HostTopology
+    monkeypatch.setattr(native_backend, "HostTopology", lambda **facts: refuse("ib7") if turn.pop() else real(**facts))
+    turn, errors = [False, True], {}
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(type(error).__name__ for error in errors.values()) == ["BackendUnavailable", "ValueError"]
+    assert all("'ib7' is no interface" in str(error) for error in errors.values())

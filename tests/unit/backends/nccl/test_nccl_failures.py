@@ -419,6 +419,21 @@ def test_threads_launch_in_the_order_of_sequence_numbers() -> None:
     run_ranks(program, 2, backend=fake_groups)
 
 
+def test_a_launch_while_another_thread_closes_the_group_is_refused() -> None:
+    """Between NCCL's end and the control group's, a call finds the group still usable."""
+
+    def program(group: fd.HybridBackend) -> None:
+        begin(group)
+        group.barrier()
+        group._executor.release(None)
+        with pytest.raises(fd.GroupClosedError, match="is being closed on this rank"):
+            fd.allreduce(torch.ones(2), group=group)
+        assert group.failure is None
+        group.barrier()
+
+    run_ranks(program, 2, backend=fake_groups)
+
+
 def test_an_interrupted_launch_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """When an exception breaks off a rank's call, the others raise with the reason."""
 

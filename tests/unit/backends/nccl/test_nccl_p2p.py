@@ -11,7 +11,7 @@ import torch
 from nccl_fakes import FakeNccl, FakeStream, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist as fd
-from ferrodist.backends.nccl.p2p import _HEADER, _TAG
+from ferrodist.backends.nccl.p2p import _HEADER, _TAG, _Header
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.testing import run_ranks
 
@@ -215,6 +215,44 @@ def test_a_send_that_is_not_received_ends_the_pair() -> None:
         assert fd.async_allreduce(torch.ones(1)).wait(timeout=30).item() == 2
 
     run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
+
+
+def test_a_batch_with_a_rank_that_has_left_puts_nothing_in_another_place() -> None:
+    """The first message was announced and never sent, so the next one must not be received for it."""
+
+    def program(group: fd.Backend) -> None:
+        if group.rank == 2:
+            group.close()
+            return
+        if group.rank == 0:
+            with pytest.raises(fd.PeerLostError, match="rank 2"):  # noqa: PT012
+                while True:  # until this rank knows that the other has left
+                    fd.send(torch.ones(0), 2)
+            with pytest.raises(fd.PeerLostError, match="rank 2"):
+                fd.batch([fd.Send(torch.full((2,), float(rank)), rank) for rank in (1, 2)])
+        with pytest.raises(fd.GroupAbortedError, match="send to rank 1, send to rank 2 by PeerLostError"):
+            fd.send(torch.zeros(2), 1) if group.rank == 0 else receive((2,), 0)
+
+    run_ranks(program, 3, backend=fake_groups)
+
+
+def test_a_batch_that_one_rank_does_not_complete_ends_its_other_pairs() -> None:
+    """Their headers are taken, so their elements must not be received for later ones."""
+
+    def program(group: fd.Backend) -> None:
+        if group.rank == 1:
+            group.send(_Header.from_tensor(torch.ones(2), 0).pack(), 0, tag=_TAG)
+        elif group.rank == 2:
+            with pytest.raises(fd.GroupAbortedError, match="recv from rank 1, recv from rank 2"):
+                fd.send(torch.ones(2), 0)
+        else:
+            with pytest.raises(fd.DistributedTimeoutError):
+                fd.batch([fd.Recv(torch.empty(2), 1), fd.Recv(torch.empty(2), 2)], timeout=0.5)
+            with pytest.raises(fd.GroupAbortedError):
+                fd.send(torch.zeros(2), 2)
+        group.barrier()
+
+    run_ranks(program, 3, backend=fake_groups)
 
 
 def test_messages_and_collectives_of_two_ranks_dont_wait_for_each_other() -> None:

@@ -13,9 +13,11 @@ import torch
 import ferrodist as fd
 from ferrodist.backends.frame_type import FrameType
 from ferrodist.backends.subgroup import SubBackend
+from ferrodist.backends.tcp.bootstrap import gather_links
 from ferrodist.backends.tcp.connection import FramedConnection, QueuedFrame
 from ferrodist.backends.tcp.io_loop import BLOCK_BYTES
 from ferrodist.backends.tcp.wire import HEADER_SIZE, MAX_PAYLOAD, Frame
+from ferrodist.deadline import Deadline
 from ferrodist.errors import ProtocolError
 from ferrodist.rendezvous import auth
 from ferrodist.rendezvous.listener import Listener
@@ -167,6 +169,55 @@ def test_impossible_world_size_is_refused(size):
     """A world needs a whole, positive number of ranks."""
     with pytest.raises(fd.InvalidWorldSizeError):
         fd.TcpBackend(0, size, "127.0.0.1:1")
+
+
+def test_an_interrupted_rank_0_lets_go_of_those_that_have_come():
+    """They learn that it is gone, and don't wait for their deadline."""
+    has_come = threading.Event()
+
+    class Interrupted(Deadline):
+        @property
+        def expired(self):
+            if has_come.wait(0.01):
+                raise KeyboardInterrupt
+            return False
+
+    def join():
+        start = time.monotonic()
+        with pytest.raises(fd.DistributedError):
+            fd.TcpBackend(1, 3, address, secret="s", timeout=60.0)
+        took.append(time.monotonic() - start)
+
+    took = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    thread = threading.Thread(target=join)
+    hello = auth.Hello(purpose="group", job="default", rank=0, world_size=3, group="world")
+    take = Listener.serve
+
+    def serve(self, admit, take_one, dismiss):
+        take(self, admit, lambda *arguments: (take_one(*arguments), has_come.set()), dismiss)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Listener, "serve", serve)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt) as caught:
+            gather_links(hello, address, b"s", listener, Interrupted(60.0))
+        thread.join(30.0)
+    assert caught  # and its frames with the connections are still referenced, as at a prompt
+    assert took
+    assert took[0] < 30
+
+
+def test_a_rank_0_that_cant_set_up_its_connections_closes_them():
+    """The other ranks learn at once that it is gone."""
+    with pytest.raises(TypeError, match="socket_buffer_bytes must be an integer"):
+        fd.TcpBackend(0, 2, "127.0.0.1:0", socket_buffer_bytes="64k")
+    start = time.monotonic()
+    refused, lost = meet((0, 2, {"socket_buffer_bytes": 1 << 40}), (1, 2, {}), timeout=60.0)
+    assert isinstance(refused, (OverflowError, TypeError))  # of setsockopt
+    assert isinstance(lost, fd.DistributedError)
+    assert time.monotonic() - start < 30
 
 
 def test_bad_address_is_refused_and_leaks_nothing():

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from ddp_ranks import CountingBackend, assert_same_bits, caught, mlp, seeded
 from torch.utils.checkpoint import checkpoint
 
 from ferrodist import DDP, CollectiveMismatchError, DistributedTimeoutError, UnsupportedOpError, comm_hooks
+from ferrodist.parallel.ddp.comm_hooks import compression, power_sgd, top_k
+from ferrodist.parallel.ddp.comm_hooks.error_feedback import ErrorFeedback
 from ferrodist.testing import run_ranks
 
 BACKENDS = ["simulated", "native-threads"]
@@ -288,6 +291,38 @@ def test_sync_gradients_with_a_hook_ends_in_its_time():
     assert seconds < 5
 
 
+def test_hooks_pass_the_timeout_on(monkeypatch):
+    """Each collective of the hooks starts with the timeout of `sync_gradients`, also one that is longer than the
+    group's."""
+    found = []
+
+    def recording(call):
+        def start(*args, **kwargs):
+            found.append(kwargs["timeout"])
+            return call(*args, **kwargs)
+
+        return start
+
+    for module in (compression, power_sgd, top_k):
+        for name in {"async_allreduce", "async_all_gather"} & vars(module).keys():
+            monkeypatch.setattr(module, name, recording(getattr(module, name)))
+
+    def train(group):
+        hooks = (
+            comm_hooks.allreduce,
+            comm_hooks.bfloat16_compression,
+            comm_hooks.PowerSGD(1, start_step=0),
+            comm_hooks.TopK(),
+        )
+        for hook in hooks:
+            ddp = DDP(torch.nn.Linear(4, 4), group, overlap_comm=False, comm_hook=hook)
+            ddp(torch.ones(1, 4)).sum().backward()
+            ddp.sync_gradients(timeout=50)
+
+    run_ranks(train, 2)
+    assert found == [50.0] * 10
+
+
 def test_drift_is_noticed_after_an_unfreeze():
     """A step with unaveraged gradients is refused though parameters were unfrozen in between."""
 
@@ -377,3 +412,43 @@ def test_a_copy_trains_beside_the_original():
     count = len(first) // 2
     assert_same_bits([{str(n): g for n, g in enumerate(part)} for part in
                       (first[:count], first[count:], second[:count], second[count:])])  # fmt: skip
+
+
+def test_a_copy_begins_with_no_sync():
+    """A copy joins its group in `no_sync`, and can be asked before whether its buffers are saved."""
+
+    def train(group):
+        ddp = copy.deepcopy(DDP(linear(), group))
+        saves = ddp.saves_buffers
+        with ddp.no_sync():
+            ddp(of_rank(group)).sum().backward()
+        ddp(of_rank(group)).sum().backward()
+        return saves, ddp.module.weight.grad.tolist()
+
+    assert run_ranks(train, 2) == [(True, [[3.0, 3.0]])] * 2
+
+
+@pytest.mark.parametrize("hook", [None, partial(comm_hooks.PowerSGD, 1, start_step=0), comm_hooks.TopK])
+def test_what_is_made_in_inference_mode(hook):
+    """A copy that joins its group there, and gradients that are averaged there first, leave DDP able to train."""
+
+    def train(group):
+        options = {"overlap_comm": False, "comm_hook": hook and hook()}
+        ddp = copy.deepcopy(DDP(torch.nn.Linear(4, 4, bias=False), group, **options))
+        with torch.inference_mode():
+            ddp(torch.ones(1, 4))
+        for context in (torch.inference_mode, contextlib.nullcontext):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 4)).sum().backward()
+            with context():
+                ddp.sync_gradients()
+        return ddp.module.weight.grad.isfinite().all().item()
+
+    assert run_ranks(train, 2) == [True, True]
+
+
+def test_residuals_follow_a_model_to_another_device():
+    """Lossy hooks begin anew there, as with another dtype."""
+    residuals = ErrorFeedback("hook")
+    residuals.residual("weight", torch.ones(2))
+    assert residuals.residual("weight", torch.ones(2, device="meta")).device.type == "meta"

@@ -333,7 +333,7 @@ def test_gradient_accumulation(is_syncing, ending):
         assert distance(state, own.state_dict()) < LIMIT
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf, "inf"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_clipping_is_exact(strategy, norm_type):
     """The norm is the whole model's, the same on all ranks, and gradients are scaled by it."""

@@ -318,3 +318,40 @@ def test_parameters_that_the_program_replaces(how, wrap):
             fsdp(torch.ones(1, 3))
 
     run_ranks(program, 2)
+
+
+def test_shards_are_back_when_summoning_fails(run, monkeypatch):
+    """Also those of a unit's first dtype, when that of its second dtype can't be gathered."""
+
+    def program(group):
+        fsdp = FSDP(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).double()), group)
+        shards = list(fsdp.parameters())
+        monkeypatch.setattr(fsdp._units[0].flats[1], "gather_full", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError), fsdp.summon_full_params():
+            pass
+        assert all(one is other for one, other in zip(fsdp.parameters(), shards, strict=True))
+
+    run(program, 2)
+
+
+def test_a_full_state_that_no_rank_has(run):
+    """The error says so on all ranks."""
+
+    def program(group):
+        with pytest.raises(ValueError, match="on all ranks, or on rank 0 alone, but no rank passed it"):
+            make(group).load_full_state_dict(None)
+
+    run(program, 2)
+
+
+def test_an_fsdp_that_is_made_in_inference_mode(run):
+    """It trains as another does."""
+
+    def program(group):
+        model = Twins()
+        with torch.inference_mode():
+            fsdp = FSDP(model, group, wrap=torch.nn.Linear)
+        fsdp(INPUTS).sum().backward()
+        assert all(shard.grad is not None for shard in fsdp.parameters())
+
+    run(program, 2)

@@ -620,3 +620,25 @@ def test_a_returned_buffer(num_ranks, num_rows):
         assert found is None or found.flatten().tolist() == [1, 4, 9]
 
     run_ranks(program, num_ranks, backend="native")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"stages": None}, TypeError, "stages must be a module or a list of modules"),
+        ({"stages": [abs]}, TypeError, "stage 0 must be a torch.nn.Module, or None, not builtin"),
+        ({"stages": []}, ValueError, "pass at least one stage"),
+        ({"stages": nn.ModuleList([nn.Linear(1, 1)])}, TypeError, r"pass list\(...\) of others, not ModuleList"),
+        ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function of outputs and targets or None, not str"),
+        ({"skips": {"a": 0}}, TypeError, "the skip 'a' must have a pair of stages, its source and its target, not 0"),
+        ({"shared": [(0, "weight")]}, TypeError, r"shared must have a list of \(stage, name\) pairs"),
+    ],
+)
+def test_wrong_arguments(arguments, error, message):
+    """They are refused when the pipeline is made, by their names."""
+
+    def make(group):
+        with pytest.raises(error, match=message):
+            Pipeline(**{"stages": [nn.Linear(1, 1)], "group": group, **arguments})
+
+    run_ranks(make, 1)

@@ -1,5 +1,7 @@
 """Batches split and joined again, and the weights of microbatches' losses."""
 
+import re
+
 import pytest
 import torch
 
@@ -103,11 +105,29 @@ def test_gradients_of_another_number_of_microbatches():
     assert outputs_of([leaf * 1], is_joined=False).split(torch.ones(2))[0][0].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (2, 1)])
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_gradients_of_another_shape(is_joined, shape):
+    """They are refused, with both shapes."""
+    leaf = torch.ones(1, requires_grad=True)
+    outputs = outputs_of([leaf * 1, leaf * 2], is_joined=is_joined)
+    wrong = torch.ones(shape) if is_joined else Microbatches([torch.ones(shape), None])
+    expected = (2,) if is_joined else (1,)
+    with pytest.raises(ValueError, match=re.escape(f"of shape {shape} for a tensor of shape {expected}")):
+        outputs.split(wrong)
+
+
 @pytest.mark.parametrize(
-    "values", [[torch.ones(1), (torch.ones(1),)], [(torch.ones(1), 1), (torch.ones(1), 2)], [torch.tensor(1.0)] * 2]
+    "values",
+    [
+        [torch.ones(1), (torch.ones(1),)],
+        [(torch.ones(1), 1), (torch.ones(1), 2)],
+        [torch.tensor(1.0)] * 2,
+        [torch.ones(2, 2), torch.ones(1, 1)],
+    ],
 )
 def test_outputs_that_cannot_be_joined(values):
-    """Outputs of different nestings, or without a dim, are available one by one."""
+    """Outputs of different nestings or widths, or without a dim, are available one by one."""
     with pytest.raises(ValueError, match="can't be joined along dim 0: pass the inputs as Microbatches"):
         outputs_of(values).result()
     assert len(outputs_of(values, is_joined=False).result()) == 2

@@ -98,7 +98,7 @@ def count(steps):
         RedistributeKind.ALL_TO_ALL,
         RedistributeKind.EXCHANGE,
     }
-    return dict(Counter(step.move for step in steps if step.move in moves))
+    return dict(Counter(step.kind for step in steps if step.kind in moves))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -267,6 +267,13 @@ def test_sizes_that_do_not_divide_evenly(sizes, message):
     mesh = mesh_of(fd.SimulatedBackend.create_group(2)[0])
     with pytest.raises(ValueError, match=message):
         ParallelAttention(width, num_heads, num_kv_heads=num_kv_heads, mesh=mesh)
+
+
+def test_an_input_without_a_batch():
+    """It is refused, with the right shape."""
+    layer = ParallelAttention(4, 2, mesh=mesh_of(fd.SimulatedBackend.create_group(1)[0]))
+    with pytest.raises(ValueError, match=r"takes an input of shape \(B, T, embed_dim\), not \(3, 4\)"):
+        layer(torch.ones(3, 4))
 
 
 def test_a_mesh_of_several_axes():

@@ -63,7 +63,7 @@ def mesh_of(group):
 
 
 def count_collectives(steps):
-    return dict(Counter(step.move for step in steps if step.move in COLLECTIVES))
+    return dict(Counter(step.kind for step in steps if step.kind in COLLECTIVES))
 
 
 PLANS = {
@@ -233,6 +233,9 @@ def test_values_are_those_of_rank_0():
         ({"up": ColumnParallel}, TypeError, "must be a style, as ColumnParallel()"),
         ([ColumnParallel()], TypeError, "a plan is a mapping"),
         ({"up": Style(parameters={"wait": Shard(0)})}, ValueError, "module 'up' has no parameter 'wait'"),
+        ({"up": Style(parameters={"weight": 0})}, TypeError, "give parameter 'up.weight' a placement, as Shard(0)"),
+        ({"up": Style(wanted=3)}, TypeError, "the style of module 'up' must have wanted= of placements"),
+        ({"up": Style(outputs=["x"])}, TypeError, "the style of module 'up' must have outputs= of placements"),
     ],
 )
 def test_invalid_plan_changes_nothing(plan, error, message):
@@ -441,11 +444,32 @@ def test_an_error_on_one_rank_is_raised_on_all():
             TypeError,
             "'0' is torch.float8_e8m0fnu, which no collective carries",
         ),
+        (lambda: nn.Embedding(4, 2, sparse=True), VocabularyParallel(), ValueError, "can't shard .* which has sparse"),
+        (lambda: nn.Embedding(4, 2, max_norm=1.0), VocabularyParallel(), ValueError, "which has max_norm"),
     ],
 )
 def test_parameters_that_cannot_be_sharded(make, style, kind, message):
     with pytest.raises(kind, match=message):
         fd.parallelize(make(), mesh_of(fd.SimulatedBackend.create_group(1)[0]), {"": style})
+
+
+def test_a_buffer_that_is_a_parameter():
+    """It is replicated as other buffers are."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("scale", nn.Parameter(torch.ones(2)))
+    fd.parallelize(model, mesh_of(fd.SimulatedBackend.create_group(1)[0]), {})
+    assert model.scale.placements == (Replicate(),)
+
+
+@pytest.mark.parametrize("option", ["gathers_outputs", "check", "init"])
+def test_options_of_another_type(option):
+    """They are refused, and the module stays as it is."""
+    model = nn.Linear(2, 2, device="meta")
+    mesh = mesh_of(fd.SimulatedBackend.create_group(1)[0])
+    with pytest.raises(TypeError, match=f"{option} must be .*, not str"):
+        fd.parallelize(model, mesh, {}, **{option: "no"})
+    assert type(model.weight) is nn.Parameter
+    assert not isinstance(model.weight, DTensor)
 
 
 @pytest.mark.parametrize("option", ["blocks", "chunks"])

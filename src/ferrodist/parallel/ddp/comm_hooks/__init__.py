@@ -9,8 +9,9 @@
     error_feedback.py   the part of gradients that a lossy hook has not sent so far
 
 A custom hook starts one or more collectives on ``bucket.tensor`` (all gradients, flat), ``bucket.gradients`` (one
-tensor for each parameter) or copies of them, with ``group=bucket.group``, and returns a `PendingCollective` whose
-``wait()`` returns the average of each element, flat. It is called in the same order on all ranks, and so are the waits.
+tensor for each parameter) or copies of them, with ``group=bucket.group, timeout=bucket.timeout``, and returns a
+`PendingCollective` whose ``wait()`` returns the average of each element, flat. It is called in the same order on all
+ranks, and so are the waits.
 Ranks compare hooks when a DDP is made: by name, or by the text of their method ``describe()``, where they have one.
 """
 

@@ -18,7 +18,7 @@ _COMPRESSED = (torch.float32, torch.float64)
 
 def allreduce(bucket: GradientBucket) -> PendingCollective[torch.Tensor]:
     """Average a bucket as DDP does without a hook, for comparison."""
-    return async_allreduce(bucket.tensor, ReduceOp.MEAN, group=bucket.group, out=bucket.tensor)
+    return async_allreduce(bucket.tensor, ReduceOp.MEAN, group=bucket.group, out=bucket.tensor, timeout=bucket.timeout)
 
 
 def bfloat16_compression(bucket: GradientBucket) -> PendingCollective[torch.Tensor]:
@@ -39,4 +39,4 @@ def _allreduce_as(dtype: torch.dtype, bucket: GradientBucket) -> PendingCollecti
     if bucket.tensor.dtype not in _COMPRESSED:
         return allreduce(bucket)
     rounded = bucket.tensor.to(dtype)
-    return async_allreduce(rounded, ReduceOp.MEAN, group=bucket.group, out=rounded)
+    return async_allreduce(rounded, ReduceOp.MEAN, group=bucket.group, out=rounded, timeout=bucket.timeout)

@@ -91,7 +91,7 @@ class PowerSGD:
                     matrix.gradient.add_(matrix.residual)  # now the gradient is the tensor to send
                 torch.mm(matrix.gradient, matrix.right, out=matrix.left)
             sent = _flatten([*lefts, *vectors])
-        first = async_allreduce(sent, ReduceOp.MEAN, group=bucket.group, out=sent)
+        first = async_allreduce(sent, ReduceOp.MEAN, group=bucket.group, out=sent, timeout=bucket.timeout)
 
         def finish(average: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
@@ -137,7 +137,8 @@ def _finish(bucket: GradientBucket, matrices: Sequence[_Matrix]) -> None:
         matrix.left.copy_(torch.linalg.qr(matrix.left).Q)
     rights = [torch.mm(matrix.gradient.t(), matrix.left) for matrix in matrices]
     sent = _flatten(rights)
-    _unflatten_into(async_allreduce(sent, ReduceOp.MEAN, group=bucket.group, out=sent).wait(), rights)
+    average = async_allreduce(sent, ReduceOp.MEAN, group=bucket.group, out=sent, timeout=bucket.timeout).wait()
+    _unflatten_into(average, rights)
     for matrix, right in zip(matrices, rights, strict=True):
         product = torch.mm(matrix.left, right.t())
         if product.isfinite().all():

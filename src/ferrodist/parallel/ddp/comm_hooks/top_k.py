@@ -94,4 +94,4 @@ class TopK:
                         residual.mul_(0.5)
                 return average
 
-        return Continued(async_all_gather(sent, group=bucket.group), finish)
+        return Continued(async_all_gather(sent, group=bucket.group, timeout=bucket.timeout), finish)
