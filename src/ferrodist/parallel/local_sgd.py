@@ -130,6 +130,7 @@ class LocalSGD:
         """True if the next step is one in which ranks train on their own."""
         return self.num_steps >= self.start_step
 
+    @torch.inference_mode(mode=False)
     def step(self) -> bool:
         """Count a step, and average at the end of a period; every rank calls it after each step of its optimizer.
 
@@ -274,6 +275,7 @@ class DiLoCo(LocalSGD):
         check_type(self.outer_optimizer, torch.optim.Optimizer, expected)
 
     @override
+    @torch.inference_mode(mode=False)
     def reset(self) -> None:
         super().reset()
         for name, parameter in self._parameters.items():
@@ -291,6 +293,7 @@ class DiLoCo(LocalSGD):
         return {**super().state_dict(), "outer": outer, "outer_optimizer": self.outer_optimizer.state_dict()}
 
     @override
+    @torch.inference_mode(mode=False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         anchors: Mapping[str, torch.Tensor] = state["outer"]
         for name, anchor in anchors.items():

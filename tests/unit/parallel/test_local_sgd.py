@@ -382,3 +382,18 @@ def test_a_state_that_is_refused_changes_nothing():
         return type(other_step), type(other_groups), averaging.num_steps
 
     assert run_ranks(load, 2) == [(CollectiveMismatchError, ValueError, 0)] * 2
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_averages_in_inference_mode(kind):
+    """What an average, a reset or a loaded state makes there serves later averages outside."""
+
+    def program(group):
+        averaging = kind(seeded(mlp), group, period=1)
+        for act in (averaging.step, averaging.reset, lambda: averaging.load_state_dict(averaging.state_dict())):
+            with torch.inference_mode():
+                act()
+            averaging.step()
+        return averaging.num_steps
+
+    assert run_ranks(program, 2) == [4, 4]

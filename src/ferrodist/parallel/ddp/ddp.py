@@ -128,6 +128,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
         self._join_group(resolve_group(group))
         self.register_load_state_dict_pre_hook(_insert_module_prefix)  # type: ignore[no-untyped-call]
 
+    @torch.inference_mode(mode=False)
     def _join_group(self, group: Backend) -> None:
         """Become one of the group's models; every rank calls this."""
         deadline = Deadline(group.timeout)
@@ -288,6 +289,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
             self._join = None
             self._get_reducer().before_round = None
 
+    @torch.inference_mode(mode=False)
     def sync_gradients(self, *, timeout: float | None = None) -> None:
         """Average the present gradients, bucket after bucket; every rank must call this.
 
@@ -304,6 +306,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
         limit = None if timeout is None else check_timeout(timeout)
         self._refresh_reducer().reduce(limit, one_by_one=True)
 
+    @torch.inference_mode(mode=False)
     def overlapped_sync_gradients(self, *, timeout: float | None = None) -> None:
         """`sync_gradients` with all buckets under way at once: one is copied while others travel."""
         limit = None if timeout is None else check_timeout(timeout)
@@ -372,6 +375,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
     def _title(self) -> str:
         return model_title(self._group, self._model_id)
 
+    @torch.inference_mode(mode=False)
     def _make_reducer(self) -> Reducer:
         trainable = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         reducer = Reducer(trainable, self._group, self._options, model_id=self._model_id)

@@ -142,7 +142,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         self._device = _choose_device(find_device(specs, module, device), cpu_offload=cpu_offload)
         verify_units(specs, module, self._axes, settings, device=self._device)
         self.module = module
-        with use_local_params(specs) as dtensor_specs:
+        with torch.inference_mode(mode=False), use_local_params(specs) as dtensor_specs:
             self._axes = replace(self._axes, other_groups=mesh_groups(dtensor_specs.values()))
             self._units = build_units(
                 specs, self._axes, self._precision, init, dtensor_specs=dtensor_specs, device=self._device

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from ferrodist.arguments import check_type
+from ferrodist.arguments import check_bool, check_type
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
@@ -101,6 +101,10 @@ def parallelize(
     """
     check_mesh(mesh)
     check_type(module, nn.Module, "parallelize takes a torch.nn.Module")
+    check_bool("gathers_outputs", gathers_outputs)
+    check_bool("check", check)
+    if init is not None and not callable(init):
+        raise TypeError(f"init must be a function of a module or None, not {type(init).__name__}")
     settings = f"gathers_outputs={gathers_outputs}, check={check}"
     styles = shard_module(module, mesh, plan, settings=settings, init=init)
     state = ParallelState(mesh, gathers=gathers_outputs, checks=check)

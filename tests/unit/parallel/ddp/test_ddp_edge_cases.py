@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ferrodist import DDP, CollectiveMismatchError, DistributedTimeoutError, UnsupportedOpError, comm_hooks
 from ferrodist.parallel.ddp.comm_hooks import compression, power_sgd, top_k
+from ferrodist.parallel.ddp.comm_hooks.error_feedback import ErrorFeedback
 from ferrodist.testing import run_ranks
 
 BACKENDS = ["simulated", "native-threads"]
@@ -424,3 +426,29 @@ def test_a_copy_begins_with_no_sync():
         return saves, ddp.module.weight.grad.tolist()
 
     assert run_ranks(train, 2) == [(True, [[3.0, 3.0]])] * 2
+
+
+@pytest.mark.parametrize("hook", [None, partial(comm_hooks.PowerSGD, 1, start_step=0), comm_hooks.TopK])
+def test_what_is_made_in_inference_mode(hook):
+    """A copy that joins its group there, and gradients that are averaged there first, leave DDP able to train."""
+
+    def train(group):
+        options = {"overlap_comm": False, "comm_hook": hook and hook()}
+        ddp = copy.deepcopy(DDP(torch.nn.Linear(4, 4, bias=False), group, **options))
+        with torch.inference_mode():
+            ddp(torch.ones(1, 4))
+        for context in (torch.inference_mode, contextlib.nullcontext):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 4)).sum().backward()
+            with context():
+                ddp.sync_gradients()
+        return ddp.module.weight.grad.isfinite().all().item()
+
+    assert run_ranks(train, 2) == [True, True]
+
+
+def test_residuals_follow_a_model_to_another_device():
+    """Lossy hooks begin anew there, as with another dtype."""
+    residuals = ErrorFeedback("hook")
+    residuals.residual("weight", torch.ones(2))
+    assert residuals.residual("weight", torch.ones(2, device="meta")).device.type == "meta"

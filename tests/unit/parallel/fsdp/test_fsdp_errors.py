@@ -342,3 +342,16 @@ def test_a_full_state_that_no_rank_has(run):
             make(group).load_full_state_dict(None)
 
     run(program, 2)
+
+
+def test_an_fsdp_that_is_made_in_inference_mode(run):
+    """It trains as another does."""
+
+    def program(group):
+        model = Twins()
+        with torch.inference_mode():
+            fsdp = FSDP(model, group, wrap=torch.nn.Linear)
+        fsdp(INPUTS).sum().backward()
+        assert all(shard.grad is not None for shard in fsdp.parameters())
+
+    run(program, 2)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_schedules import divided_v, gpipe, interleaved, one_forward_one_backward, schedule_of
 
+from ferrodist.parallel.pipeline.schedule.build import PipelineSchedule
 from ferrodist.parallel.pipeline.schedule.ir import ActionKind
 from ferrodist.parallel.pipeline.schedule.lowering import add_communication, forward_only
 from ferrodist.parallel.pipeline.schedule.simulate import Span
@@ -296,3 +297,10 @@ def test_plots_without_durations_or_matplotlib(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ModuleNotFoundError, match=r": pip install .*\[demo\]"):
         plot(gpipe(1, 1), tmp_path / "plot.png")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("function", [predict, count_activations, draw_text])
+def test_a_kind_is_not_a_schedule(function):
+    """The error says what makes one."""
+    with pytest.raises(TypeError, match=r"a Schedule, as build_schedule\(\) makes, not PipelineSchedule"):
+        function(PipelineSchedule.GPIPE)

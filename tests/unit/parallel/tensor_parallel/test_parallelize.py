@@ -63,7 +63,7 @@ def mesh_of(group):
 
 
 def count_collectives(steps):
-    return dict(Counter(step.move for step in steps if step.move in COLLECTIVES))
+    return dict(Counter(step.kind for step in steps if step.kind in COLLECTIVES))
 
 
 PLANS = {
@@ -459,6 +459,17 @@ def test_a_buffer_that_is_a_parameter():
     model.register_buffer("scale", nn.Parameter(torch.ones(2)))
     fd.parallelize(model, mesh_of(fd.SimulatedBackend.create_group(1)[0]), {})
     assert model.scale.placements == (Replicate(),)
+
+
+@pytest.mark.parametrize("option", ["gathers_outputs", "check", "init"])
+def test_options_of_another_type(option):
+    """They are refused, and the module stays as it is."""
+    model = nn.Linear(2, 2, device="meta")
+    mesh = mesh_of(fd.SimulatedBackend.create_group(1)[0])
+    with pytest.raises(TypeError, match=f"{option} must be .*, not str"):
+        fd.parallelize(model, mesh, {}, **{option: "no"})
+    assert type(model.weight) is nn.Parameter
+    assert not isinstance(model.weight, DTensor)
 
 
 @pytest.mark.parametrize("option", ["blocks", "chunks"])

@@ -28,8 +28,9 @@ class ErrorFeedback:
                 )
 
     def residual(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """The residual of a parameter, shaped like ``like``; zeros at first, and when shape or dtype have changed."""
+        """The residual of a parameter like ``like``; zeros at first, and when shape, dtype or device have changed."""
         found = self._tensors.get(name)
-        if found is None or found.shape != like.shape or found.dtype is not like.dtype:
+        form = (like.shape, like.dtype, like.device)
+        if found is None or (found.shape, found.dtype, found.device) != form:
             found = self._tensors[name] = torch.zeros_like(like)
         return found

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 
+from ferrodist.arguments import check_type
 from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind, Schedule
 from ferrodist.parallel.pipeline.schedule.lowering import add_communication
 from ferrodist.parallel.pipeline.schedule.simulate import Span, simulate
@@ -101,8 +102,10 @@ def predict(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         costs: Durations; by default 1 for each forward and for each half of a backward.
 
     Raises:
+        TypeError: It is no schedule, such as a kind of schedules.
         ValueError: The schedule is wrong, or the costs are of another number of stages.
     """
+    check_type(schedule, Schedule, "a timeline is that of a Schedule, as build_schedule() makes")
     costs = Costs() if costs is None else costs
     schedule = add_communication(schedule)
     check_schedule(schedule)
@@ -117,6 +120,7 @@ def count_activations(schedule: Schedule) -> tuple[int, ...]:
     They are held from the forward until the backward has run, or its weight half if it is split. A schedule without any
     backward holds none.
     """
+    check_type(schedule, Schedule, "activations are counted in a Schedule, as build_schedule() makes")
     last = {ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT}
     if not any(action.kind in last for actions in schedule.actions for action in actions):
         return (0,) * schedule.num_ranks
