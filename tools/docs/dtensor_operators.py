@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 from operator_samples import SAMPLES, SampleFactory, bind_sample
-from pages import format_table, write_page
+from pages import format_table, wrap, write_page
 
 import ferrodist as fd
 from ferrodist.errors import UnsupportedOpError
@@ -58,7 +58,7 @@ inputs. An operator without its overload (`add`, not `add.Tensor`) stands for al
 
 _SUBSTITUTES = """## Computed by other operators
 
-These have no rule and are computed by operators that have one: {names}.
+{names}
 
 So are all operators that torch itself decomposes (`torch.matmul`, `einsum`, `linear`,
 `cross_entropy`), and the `out=` variants of all operators above: the result is copied to `out`,
@@ -80,7 +80,7 @@ tensors: `fd.allow_replication()`.
 
 _NOT_SHOWN = """## Not shown here
 
-These have a rule, but no sample call reaches them: {names}.
+{names}
 """
 
 
@@ -91,11 +91,13 @@ def render() -> str:
         strategies = collect_strategies(DeviceMesh(group, (1,)))
     group.close()
     parts = [_HEAD, *[_render_family(family, strategies) for family in FAMILIES if family.RULES]]
-    parts.append(_SUBSTITUTES.format(names=_listed(DECOMPOSITIONS)))
+    without_rule = f"These have no rule and are computed by operators that have one: {_listed(DECOMPOSITIONS)}."
+    parts.append(_SUBSTITUTES.format(names=wrap(without_rule)))
     table = format_table(["", "instead"], _merge([(f"`{name}`", instead) for name, instead in DATA_DEPENDENT.values()]))
     parts.append(_REPLICATED_ONLY.format(table=table))
     if not_shown := set(RULES) - set(strategies):
-        parts.append(_NOT_SHOWN.format(names=_listed(not_shown)))
+        without_sample = f"These have a rule, but no sample call reaches them: {_listed(not_shown)}."
+        parts.append(_NOT_SHOWN.format(names=wrap(without_sample)))
     return "\n".join(parts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,11 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |\n"
         for line in lines
     )
+
+
+def wrap(text: str, indent: str = "") -> str:
+    """Break text into lines of 100 columns, those after the first one indented."""
+    return textwrap.fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def write_page(script: str, render: Callable[[], str], arguments: Sequence[str] | None = None) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from pages import wrap
 
 from ferrodist.bench.cases import LIMITS, OURS, Peer, Suite, format_ranks
 from ferrodist.bench.report import FORMAT, Report, format_bytes, format_ratio, save_plot, summary_lines
@@ -166,7 +167,8 @@ def _figures(case: CaseReport, peer: Peer) -> str:
 
 def _summary(report: Report) -> list[str]:
     return [
-        f"- {line.strip()}" if not line.startswith("  ") else f"  - {line.strip()}" for line in summary_lines(report)
+        wrap(f"  - {line.strip()}", indent="    ") if line.startswith("  ") else wrap(f"- {line}", indent="  ")
+        for line in summary_lines(report)
     ]
 
 

@@ -381,12 +381,12 @@ class Backend(ABC):
         The default implementation does nothing, which is right if the backend can't tell the messages of groups apart.
         """
 
-    def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:  # noqa: B027 - may stay as it is
+    def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> bool:  # noqa: ARG002 - overridden
         """Note that this rank has made a sub-group of ``members`` (ranks of this group, in the sub-group's order).
 
-        A backend that overrides this uses the sub-group's ranks and name in the sub-group's errors. For other backends
-        `SubBackend` translates the errors.
+        Returns whether the sub-group's errors have its ranks and name; if not, `SubBackend` translates them.
         """
+        return False
 
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:  # noqa: B027 - may stay as it is
         """Note that this rank has left a sub-group. The default implementation does nothing."""

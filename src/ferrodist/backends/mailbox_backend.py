@@ -301,13 +301,13 @@ class MailboxBackend(NonBlockingBackend):
         if failure is not None:
             self.fail_group(group_id, failure)
 
-    def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:
+    def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> bool:
         """Record the members of a sub-group, so that it fails when one dies.
 
         Sub-groups that the program dropped without `close` are left now.
         """
         if self._ended is not None:
-            return
+            return True
         self._close_dropped()
         with self._state_lock:
             self._names[group_id] = name
@@ -321,6 +321,7 @@ class MailboxBackend(NonBlockingBackend):
         if self._ended is None:
             for observer in self._observers:
                 observer.on_opened(group_id, members)
+        return True
 
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
         """Leave a sub-group. Only its id is kept, to refuse messages that still come for it.

@@ -284,8 +284,11 @@ def register_backend(name: str, factory: Factory) -> None:
     ``timeout`` is the group's default for blocking calls, ``deadline`` when all ranks must have met.
 
     Raises:
+        TypeError: ``name`` is no str, or ``factory`` no function.
         ValueError: The name is taken.
     """
+    if not isinstance(name, str) or not callable(factory):
+        raise TypeError(f"register_backend takes a name and a function that makes a group, not {name!r}, {factory!r}")
     if name in _FACTORIES or name == _MPI:
         raise ValueError(f"there is a backend {name!r} already")
     _FACTORIES[name] = factory
@@ -294,7 +297,7 @@ def register_backend(name: str, factory: Factory) -> None:
 def _factory(name: str | None) -> Factory:
     if name is None:
         return best_backend
-    if name in _FACTORIES:
+    if isinstance(name, str) and name in _FACTORIES:
         return _FACTORIES[name]
     hint = "; make simulated groups with SimulatedBackend.create_group(n)" if name == "simulated" else ""
     raise ValueError(f"unknown backend {name!r}: there are {', '.join(sorted([*_FACTORIES, _MPI]))}{hint}")

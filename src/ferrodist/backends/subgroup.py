@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 _TAG_BITS = 64
 
 _HINT = "Or a rank made this sub-group with other ranks, in another order, or another number of times."
-"""Possible reason for ranks to wait for each other: no message at a sub-group's creation would show it."""
+"""Part of the errors of ranks that wait for each other: making a sub-group sends nothing that would show it."""
 
 _COUNTS = "backends.subgroups"
 """Key of a group's attachment: how many sub-groups of each label and members this rank has made of it."""
 
-_counts_lock = threading.Lock()
+_lock = threading.RLock()  # guards counts, and whether a group is closed; a signal handler may close one
 
 
 class SubBackend(NonBlockingBackend):
@@ -93,7 +93,7 @@ class SubBackend(NonBlockingBackend):
         self._index = {rank: i for i, rank in enumerate(self._root_ranks)}
         self._closed: DistributedError | None = None
         self.group_id = _next_id(parent, self._root_ranks, label)
-        self._root.open_subgroup(self.group_id, self._root_ranks, self.name)
+        self._root_translates_errors = self._root.open_subgroup(self.group_id, self._root_ranks, self.name)
         self._root.subgroups.add(self)
         if ends_with_parent:
             self._root.fail_with(self.group_id, parent.group_id)
@@ -199,15 +199,16 @@ class SubBackend(NonBlockingBackend):
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; the parent goes on. See `Backend.close`."""
         del timeout
-        if self._closed is None:
+        with _lock:
+            if self._closed is not None:
+                return
             self._closed = GroupClosedError(f"group {self.name!r} was closed on this rank ({self.rank})")
-            self._root.close_subgroup(self.group_id, self._root_ranks)
-            self._run_close_callbacks()
+        self._root.close_subgroup(self.group_id, self._root_ranks)
+        self._run_close_callbacks()
 
     def translate_error(self, error: DistributedError) -> DistributedError:
         """Translate the error of a transfer of the outermost group into this group's terms."""
-        is_translated = type(self._root).open_subgroup is not Backend.open_subgroup
-        if is_translated or self._root.failure is not None or not error.ranks:
+        if self._root_translates_errors or self._root.failure is not None or not error.ranks:
             return error  # a failed root is named with its own ranks
         ranks = tuple(self._index[rank] for rank in error.ranks if rank in self._index)
         translated = error.fresh()
@@ -278,7 +279,7 @@ class _SubSizedRequest(_SubRequest):
 
 
 def _next_id(parent: Backend, ranks: tuple[int, ...], label: str) -> int:
-    with _counts_lock:
+    with _lock:
         counts: Counter[tuple[str, tuple[int, ...]]] = parent.attachments.setdefault(_COUNTS, Counter())
         counts[label, ranks] += 1
         generation = counts[label, ranks]

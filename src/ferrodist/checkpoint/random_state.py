@@ -34,8 +34,10 @@ class RandomState:
         """Set the generators.
 
         Raises:
-            ValueError: The number of GPUs differs. Nothing was set.
+            ValueError: The state is another object's, or the number of GPUs differs. Nothing was set.
         """
+        if lacking := {"python", "numpy", "torch", "cuda"} - set(state_dict):
+            raise ValueError(f"the state is not that of a RandomState: it lacks {', '.join(sorted(lacking))}")
         devices = state_dict["cuda"]
         if devices and len(devices) != torch.cuda.device_count():
             raise ValueError(f"the state has {counted(len(devices), 'GPU')}, and here are {torch.cuda.device_count()}")

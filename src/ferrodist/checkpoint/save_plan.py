@@ -160,18 +160,18 @@ def plan_save(reports: Sequence[StateReport], *, prefix: str, max_file_bytes: in
     tree = merge_trees({rank: report.tree for rank, report in enumerate(reports)})
     wanted = set(referenced_keys(tree))
     tensors: dict[str, TensorDescription] = {}
-    owners: dict[str, dict[Span, list[int]]] = {}
+    holders: dict[str, dict[Span, list[int]]] = {}
     for key in dict.fromkeys(key for report in reports for key in report.tensors):
         by_rank = {rank: report.tensors[key] for rank, report in enumerate(reports) if key in report.tensors}
         if key not in wanted:
             _check_empty(key, by_rank)
             continue
         tensors[key] = _check_same_tensor(key, by_rank)
-        owners[key] = _find_owners(key, by_rank)
-        _check_coverage(key, tensors[key].shape, owners[key])
-    _check_names(owners)
+        holders[key] = _find_holders(key, by_rank)
+        _check_coverage(key, tensors[key].shape, holders[key])
+    _check_names(holders)
     sizes = {key: dtype_from_name(tensor.dtype).itemsize for key, tensor in tensors.items()}
-    assigned = _assign_owners((item for spans in owners.values() for item in spans.items()), sizes, len(reports))
+    assigned = _assign_writers((item for spans in holders.values() for item in spans.items()), sizes, len(reports))
     order = write_order(tensors)
     binned = [
         _split_into_files(sorted(spans, key=lambda span: (order[span.key], span.offsets)), sizes, max_file_bytes)
@@ -219,14 +219,14 @@ def _check_same_tensor(key: str, by_rank: Mapping[int, TensorReport]) -> TensorD
     return TensorDescription(first.shape, first.dtype, first.placement)
 
 
-def _find_owners(key: str, by_rank: Mapping[int, TensorReport]) -> dict[Span, list[int]]:
+def _find_holders(key: str, by_rank: Mapping[int, TensorReport]) -> dict[Span, list[int]]:
     """Return the distinct boxes of a tensor, each with the ranks that have it."""
-    owners: dict[Span, list[int]] = {}
+    holders: dict[Span, list[int]] = {}
     digests: dict[tuple[Span, tuple[int, ...]], tuple[int, str]] = {}  # by box and addend: the first rank, its digest
     for rank, tensor in by_rank.items():
         for box in tensor.boxes:
             span = Span(key, box.offsets, box.shape)
-            owners.setdefault(span, []).append(rank)
+            holders.setdefault(span, []).append(rank)
             if box.digest is None:
                 continue
             first_rank, digest = digests.setdefault((span, box.addend), (rank, box.digest))
@@ -237,7 +237,7 @@ def _find_owners(key: str, by_rank: Mapping[int, TensorReport]) -> dict[Span, li
                     " check_replicas=False to save that of any rank",
                     ranks=(first_rank, rank),
                 )
-    return owners
+    return holders
 
 
 def _check_coverage(key: str, shape: tuple[int, ...], spans: Collection[Span]) -> None:
@@ -250,21 +250,21 @@ def _check_coverage(key: str, shape: tuple[int, ...], spans: Collection[Span]) -
         )
 
 
-def _check_names(owners: Mapping[str, Mapping[Span, Sequence[int]]]) -> None:
+def _check_names(holders: Mapping[str, Mapping[Span, Sequence[int]]]) -> None:
     """Refuse a tensor named as a shard of another one: in files a shard of ``a`` is called ``a[0:2, 0:3]``."""
-    for key in owners:
+    for key in holders:
         match = _SHARD_NAME.fullmatch(key)
-        if match is not None and len(owners.get(match[1], ())) > 1:
+        if match is not None and len(holders.get(match[1], ())) > 1:
             raise DistCheckpointError(f"tensor {key!r} has the name of a shard of tensor {match[1]!r}: rename one")
 
 
-def _assign_owners(
-    owners: Iterable[tuple[Span, list[int]]], sizes: Mapping[str, int], world_size: int
+def _assign_writers(
+    holders: Iterable[tuple[Span, list[int]]], sizes: Mapping[str, int], world_size: int
 ) -> list[list[Span]]:
-    """Assign each span to one of the ranks that have it, balanced by bytes."""
+    """Choose one of the ranks that have each span to write it, balanced by bytes."""
     assigned: list[list[Span]] = [[] for _ in range(world_size)]
     load = [0] * world_size
-    items = [(prod(span.shape) * sizes[span.key], span, ranks) for span, ranks in owners]
+    items = [(prod(span.shape) * sizes[span.key], span, ranks) for span, ranks in holders]
     # Spans of a single rank first, then the largest.
     for size, span, ranks in sorted(items, key=lambda item: (len(item[2]) > 1, -item[0])):
         rank = min(ranks, key=lambda each: (load[each], each))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ferrodist.arguments import check_int
+from ferrodist.arguments import check_int, check_type
 from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
 from ferrodist.tensor.box import Box
 from ferrodist.tensor.dtensor import DTensor
@@ -88,7 +88,7 @@ class ShardMetadata:
         tensor_specs: The spec of each sharded tensor; names of nested tensors are joined by dots.
 
     Raises:
-        TypeError: ``num_ranks`` is not an int.
+        TypeError: ``num_ranks`` is not an int, or a spec is not a `TensorShardSpec`.
         ValueError: ``num_ranks`` is below 1, or a tensor has shards for another number of ranks.
     """
 
@@ -98,6 +98,7 @@ class ShardMetadata:
     def __post_init__(self) -> None:
         check_int("num_ranks", self.num_ranks, min=1)
         for name, spec in self.tensor_specs.items():
+            check_type(spec, TensorShardSpec, f"the spec of tensor {name!r} must be a TensorShardSpec")
             if len(spec.shard_sizes) != self.num_ranks:
                 shards = counted(len(spec.shard_sizes), "shard")
                 raise ValueError(f"tensor {name!r} has {shards} for {counted(self.num_ranks, 'rank')}")

@@ -1,4 +1,4 @@
-"""Checked decoding of the payloads that ranks share: another rank may run another program."""
+"""Decoding of the structs that ranks exchange, with checks: another rank may run another program."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -111,8 +112,17 @@ class FileStore(TransactionalStore):
         except OSError as error:
             self._fail(error)
         try:
+            return self._decode(descriptor)
+        except OSError as error:
+            if error.errno == errno.ESTALE:  # replaced by another host of a network file system
+                return self._read()
+            self._fail(error)
+
+    def _decode(self, descriptor: int) -> tuple[int, dict[str, bytes]]:
+        """Read an open store file, and close it."""
+        try:
             self._check_private(self.path, os.fstat(descriptor))
-        except RendezvousError:
+        except BaseException:
             os.close(descriptor)
             raise
         with os.fdopen(descriptor, "rb") as file:

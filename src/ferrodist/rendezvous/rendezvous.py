@@ -397,8 +397,8 @@ def _join_file(path: str, request: JoinRequest) -> Membership:
 
     @functools.cache  # closing twice must not count as two ranks
     def on_leave(timeout: float) -> None:
-        # A file that could not be removed is reported by the next run that finds it.
-        with contextlib.suppress(DistributedTimeoutError):
+        # A file that could not be removed is reported by the next run that finds it; its folder may be gone.
+        with contextlib.suppress(DistributedTimeoutError, RendezvousError):
             if count_departure(store, request.world_size, timeout=timeout):
                 store.remove(timeout=timeout)
         store.close()

@@ -43,6 +43,7 @@ _ABORT_LINGER_SECONDS = 0.2
 _LOOPBACK = "127.0.0.1"
 _INTERFACES = "/interfaces"  # the second stage of ranks of several hosts
 _JOB_INFO_KEY = "ferrodist/charter"
+_ANY_PORT = 9  # nothing is sent to it
 
 
 class _JobInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,9 +72,10 @@ def join_through_store(
     """Meet the other ranks in a store that no other job has used; all ranks call this, and all return or all raise.
 
     Errors are those of `rendezvous`. ``where`` and ``advice`` (for a store used before, a rank started twice) are for
-    messages. ``on_leave(timeout)`` is called once, on leaving the store, or at once if ranks are missing. ``server`` is
-    a host that all ranks have reached, if known. ``is_private`` says whether only this user can access the store: then
-    rank 0 of ranks without a secret writes a new one there; else such ranks prove that they know their user's.
+    messages. ``on_leave(seconds)`` is called once, with how long the store should still be served: when this rank
+    leaves it, or at once if ranks are missing. ``server`` is a host that all ranks have reached, if known.
+    ``is_private`` says whether only this user can access the store. If it is, and no secret is set, rank 0 writes a new
+    one there; if it is not, ranks without a secret prove that they know the secret of their user.
     """
     secret, name = (_create_job if request.rank == 0 else _join_job)(
         store, request, where, advice, is_private=is_private
@@ -97,13 +99,13 @@ def _create_job(
     store: Store, request: JoinRequest, where: str, advice: str, *, is_private: bool
 ) -> tuple[bytes, bytes]:
     """Write the job's description as rank 0, and return the job secret and the store's name."""
-    generated = make_secret().encode() if is_private and not request.secret else b""
-    secret, nonce = request.secret or generated, os.urandom(32)
+    made_secret = make_secret().encode() if is_private and not request.secret else b""
+    secret, nonce = request.secret or made_secret, os.urandom(32)
     info = msgspec.msgpack.encode(
         _JobInfo(
             job=request.job,
             world_size=request.world_size,
-            made_secret=generated,
+            made_secret=made_secret,
             nonce=nonce,
             proof=_secret_proof(secret or user_secret(), nonce),
         )
@@ -205,7 +207,7 @@ def _find_interface(store: Store, world_size: int, deadline: Deadline, server: s
 
 
 def _route_interface(host: str, deadline: Deadline) -> str:
-    family, kind, protocol, _, address = resolve(host, 9, deadline, kind=socket.SOCK_DGRAM)[0]
+    family, kind, protocol, _, address = resolve(host, _ANY_PORT, deadline, kind=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing, but selects the route and the interface
         return str(probe.getsockname()[0])

@@ -43,6 +43,7 @@ from ferrodist.rendezvous.store import (
     check_value,
     missing_keys_error,
 )
+from ferrodist.resource_limits import limit_text
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -104,6 +105,9 @@ class TcpStoreServer:
         on_shortage: Called with the store and an error when this process can't accept more connections.
         deadline: The deadline for resolving ``host``; see `Listener`.
 
+    Raises:
+        RendezvousError, AuthenticationError: As `Listener` does; or no thread can be started.
+
     Attributes:
         store: The keys, for the serving process itself.
         host: The bound address.
@@ -138,7 +142,11 @@ class TcpStoreServer:
         self._on_shortage = on_shortage
         self._listener = Listener(host, port, secret=secret, sock=sock, on_rejection=self._reject, deadline=deadline)
         self.host, self.port, self.address = self._listener.host, self._listener.port, self._listener.address
-        self._listener.serve(self._admit, self._on_connection)
+        try:
+            self._listener.serve(self._admit, self._on_connection)
+        except RuntimeError as error:
+            self._listener.close()
+            raise RendezvousError(f"cannot listen at {self.address}: {limit_text(error) or error}") from error
 
     @property
     def rejections(self) -> list[str]:

@@ -12,8 +12,15 @@ the death of each for the other.
     R -> O   CONFIRM      these have arrived
     R -> O   RELEASE      R has no reference to it any more, of so many that arrived
 
-Registered references are a `PendingTransfer` at O, which keeps their objects alive until one of these confirms or drops
-it; each names the transfer id, so that it affects no other transfer:
+    and when something fails:
+
+    S -> O   UNREGISTER   the message was not sent
+    S -> O   LOST         S has lost its connection to R
+    O -> R   SETTLE       confirm what has arrived of that transfer, and accept no more of it
+    R -> O   MET          R has O's connection; O may answer what S registered for this process of R
+
+Registered references are a `PendingTransfer` at O, which keeps their objects alive until one of these cases confirms or
+drops it; each message names the transfer id, so that it affects no other transfer:
 
 - R confirms: its counts at O grow by as much. Notices come in order, so a RELEASE finds what was confirmed before.
 - S has not sent it: the rank, or the call, was gone when O answered. S says so: UNREGISTER.
@@ -86,7 +93,7 @@ _MAX_PER_MESSAGE = 32  # which keeps messages small, whatever the limit
 class RefCountClient(PeerListener):
     """An agent's reference counts, and the calls that keep those of other ranks up to date."""
 
-    client: RpcClient
+    client: RpcClient  # set by `RRefManager`, which is made before it
 
     def __init__(self, manager: RRefOperations, tasks: SerialExecutor) -> None:
         self.tasks = tasks
@@ -172,7 +179,7 @@ class RefCountClient(PeerListener):
 _Counted = tuple[int, int, int, int, Annotated[int, msgspec.Meta(gt=0)]]
 """An object's id, and a number of references."""
 
-_ARGUMENTS: dict[str, Any] = {
+_ARGUMENTS: dict[str, Any] = {  # the types of each message's arguments, for msgspec
     REGISTER: tuple[int, int, int, list[_Counted]],
     UNREGISTER: tuple[int],
     CONFIRM: tuple[list[tuple[int, int, int, int, int, int]], list[TransferKey]],

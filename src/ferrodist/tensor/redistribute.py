@@ -82,7 +82,7 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
         return local
     for step in make_plan(source, target).steps:
         _record(step)
-        local = _STEP_FUNCTIONS[step.move](local, step)
+        local = _STEP_FUNCTIONS[step.kind](local, step)
     return local
 
 

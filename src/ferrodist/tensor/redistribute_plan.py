@@ -3,7 +3,7 @@
 A step changes the placement along one axis, or along several at once if one collective over all of them does it. The
 plan is a shortest path over the placements that steps reach, by bytes, then by steps.
 
-Of V bytes that n ranks share (a rank's bytes without the axis's sharding), each rank sends and receives on average:
+Let V be the bytes that a rank would have without the axis's sharding. Each of n ranks sends and receives on average:
 all_gather, reduce_scatter V(n-1)/n; allreduce 2V(n-1)/n; all_to_all V(n-1)/n^2; slicing and making partial nothing.
 Where such steps would send the same bytes twice, as when a dim that two axes shard is gathered along the first of them,
 a general all-to-all sends each rank what it lacks; as a step it is named "exchange".
@@ -53,7 +53,7 @@ class RedistributeKind(Enum):
 class RedistributeStep:
     """One step of a plan: ``before`` and ``after`` are the specs around it, which differ along ``axes`` only."""
 
-    move: RedistributeKind
+    kind: RedistributeKind
     axes: tuple[int, ...]
     before: DTensorSpec
     after: DTensorSpec
@@ -63,7 +63,7 @@ class RedistributeStep:
     def __str__(self) -> str:
         over = ", ".join(self.before.mesh.axis_names[axis] for axis in self.axes)
         return (
-            f"{self.move.value} over {over}: {_listed(self.before.placements)} -> {_listed(self.after.placements)},"
+            f"{self.kind.value} over {over}: {_listed(self.before.placements)} -> {_listed(self.after.placements)},"
             f" {self.size_bytes:,.0f} bytes"
         )
 
@@ -110,7 +110,7 @@ def make_plan(source: DTensorSpec, target: DTensorSpec) -> RedistributePlan:
         assert source.shape == target.shape, "placements don't change a tensor's shape"
         steps = tuple(
             RedistributeStep(
-                move=edge.kind,
+                kind=edge.kind,
                 axes=edge.axes,
                 before=source.with_placements(edge.before),
                 after=source.with_placements(edge.after),
@@ -131,7 +131,7 @@ class _Search:
         self._mesh_shape = source.mesh.shape
         self._bytes = math.prod(source.shape) * source.dtype.itemsize
         self._shape = source.shape
-        dims = {one.dim for one in (*self._start, *target) if isinstance(one, Shard)}
+        dims = {each.dim for each in (*self._start, *target) if isinstance(each, Shard)}
         # The placements that each axis may take: the target's, replicated, or sharded along any dim of either spec.
         common: list[Placement] = [Replicate(), *map(Shard, sorted(dims))]
         self._candidates: list[list[Placement]] = [
@@ -193,12 +193,13 @@ class _Search:
 
         Other steps before it are of no use: what they gather it would bring, and it may lack what they slice.
         """
-        after = tuple(Replicate() if isinstance(one, Partial) else one for one in self._target)
-        if current == after or any(isinstance(one, Partial) for one in current):
+        after = tuple(Replicate() if isinstance(each, Partial) else each for each in self._target)
+        if current == after or any(isinstance(each, Partial) for each in current):
             return
-        if any(one != first for one, first in zip(current, self._start, strict=True) if not isinstance(first, Partial)):
+        steps = zip(self._start, current, strict=True)
+        if any(now != start for start, now in steps if not isinstance(start, Partial)):
             return
-        if any(isinstance(one, Shard) and one.blocks > 1 for one in (*current, *after)):
+        if any(isinstance(each, Shard) and each.blocks > 1 for each in (*current, *after)):
             return
         pattern = GeneralAllToAll(self._shape, current, after, self._mesh_shape)
         if math.prod(self._mesh_shape[axis] for axis in pattern.axes) <= _MAX_GENERAL_ALL_TO_ALL_RANKS:
@@ -210,7 +211,7 @@ class _Search:
     ) -> _Edge:
         after = tuple(changes.get(axis, placement) for axis, placement in enumerate(current))
         num_ranks = math.prod(self._mesh_shape[axis] for axis in axes)
-        others = [axis for axis, one in enumerate(current) if isinstance(one, Shard) and axis not in axes]
+        others = [axis for axis, each in enumerate(current) if isinstance(each, Shard) and axis not in axes]
         full = self._bytes / math.prod(self._mesh_shape[axis] for axis in others)
         share = full * (num_ranks - 1) / num_ranks
         if kind in (RedistributeKind.SLICE, RedistributeKind.MAKE_PARTIAL):
@@ -223,8 +224,8 @@ class _Search:
         placement = current[axis]
         others = (*current[:axis], Replicate(), *current[axis + 1 :])
         is_inner = any(
-            isinstance(one, Shard) and innermost_blocks(placements, axis, one, self._mesh_shape) is None
-            for placements, one in ((current, placement), (others, target))
+            isinstance(each, Shard) and innermost_blocks(placements, axis, each, self._mesh_shape) is None
+            for placements, each in ((current, placement), (others, target))
         )
         if is_inner or not has_equal_blocks(target, self._shape, others, self._mesh_shape, axis):
             return None
@@ -236,7 +237,7 @@ class _Search:
             # Shards of a mean, times the number of ranks, would not come back the same.
             is_sharded_mean = isinstance(placement, Shard) and target.op is ReduceOp.MEAN
             # The identity of one reduction is not that of another one, along other axes, which may come first.
-            is_mixed = any(isinstance(one, Partial) and not reductions_commute(one, target) for one in others)
+            is_mixed = any(isinstance(each, Partial) and not reductions_commute(each, target) for each in others)
             if is_sharded_mean or is_mixed or isinstance(placement, Partial):
                 return None
             return RedistributeKind.MAKE_PARTIAL

@@ -39,6 +39,30 @@ def test_a_method_may_be_called_on_the_class():
     second.close()
 
 
+class LonelyControl(Backend):
+    """A control group that does not know of its sub-groups, and whose other ranks have died."""
+
+    def send(self, data, dst, *, tag=0, timeout=None):
+        raise fd.PeerLostError(f"rank {dst} died", ranks=(dst,))
+
+    def recv(self, buffer, src, *, tag=0, timeout=None):
+        raise fd.PeerLostError(f"rank {src} died", ranks=(src,))
+
+    def abort(self, reason):
+        pass
+
+    def close(self, timeout=None):
+        pass
+
+
+def test_errors_of_sub_groups_have_their_ranks():
+    """Also if the control group names its own: rank 2 of it is rank 1 of the sub-group."""
+    subgroup = fd.SubBackend(OverControl(LonelyControl(1, 3)), [1, 2], name="pair")
+    with pytest.raises(fd.PeerLostError, match="rank 1 of group 'pair': rank 2 died") as raised:
+        subgroup.recv(bytearray(1), 1)
+    assert raised.value.ranks == (1,)
+
+
 def test_a_new_timeout_is_the_control_groups_too():
     """It carries the bytes, and waits as long."""
     group, other = map(OverControl, fd.SimulatedBackend.create_group(2, timeout=2.0))

@@ -226,6 +226,15 @@ def test_a_group_that_cant_be_closed_keeps_no_store(clean_environment, tmp_path)
     assert closed == [None]
 
 
+@pytest.mark.parametrize(("name", "factory"), [("nothing", None), (3, fd.SimulatedBackend.create_group)])
+def test_a_backend_is_a_name_and_a_function(name, factory):
+    """Others are refused when they are registered, not with MPI's error when they are used."""
+    with pytest.raises(TypeError, match="takes a name and a function"):
+        fd.register_backend(name, factory)
+    with pytest.raises(ValueError, match="unknown backend"):
+        fd.init_process_group([name])
+
+
 def test_interrupted_start_leaves_no_port_open():
     """Whatever ends the making of a group, Ctrl-C too, rank 0's port is closed."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -62,4 +64,30 @@ def test_sub_groups_of_sub_groups_leave_nothing_with_the_outermost() -> None:
     ids = {fd.SubBackend(fd.SubBackend(group, [0]), [0]).group_id for _ in range(100)}
     assert len(ids) == 100
     assert len(group.attachments[_COUNTS]) == 1
+    group.close()
+
+
+def test_threads_that_close_a_sub_group_at_once_close_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its group would count twice that this rank has left, and its callbacks run in two threads."""
+    both = threading.Barrier(2)
+
+    class Met(fd.SubBackend):
+        @property
+        def name(self) -> str:
+            with contextlib.suppress(threading.BrokenBarrierError):  # the other thread has to wait
+                both.wait(0.3)
+            return "met"
+
+    (group,) = fd.SimulatedBackend.create_group(1)
+    sub = Met(group, [0])
+    both.reset()
+    closed: list[int] = []
+    monkeypatch.setattr(group, "close_subgroup", lambda group_id, _: closed.append(group_id))
+    threads = [threading.Thread(target=sub.close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert closed == [sub.group_id]
+    monkeypatch.undo()
     group.close()

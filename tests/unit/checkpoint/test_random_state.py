@@ -42,6 +42,12 @@ def test_each_rank_continues_its_own_random_numbers(tmp_path: Path) -> None:
     assert expected[0] != expected[1]
 
 
+def test_the_state_of_another_object() -> None:
+    """It is refused, and says what it lacks."""
+    with pytest.raises(ValueError, match="not that of a RandomState: it lacks cuda, numpy, torch"):
+        RandomState().load_state_dict({"python": random.getstate()})
+
+
 def test_another_number_of_ranks(tmp_path: Path) -> None:
     """Loading is an error with advice, unless the program supplies each rank's state."""
     expected = run_ranks(_save, 2, tmp_path, backend="native")

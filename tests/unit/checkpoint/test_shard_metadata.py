@@ -96,6 +96,8 @@ def test_wrong_metadata(tmp_path):
         save_distributed({"model": {"w": WHOLE[:2]}}, tmp_path, shards=shards([7]))
     with pytest.raises(DistCheckpointError, match="is missing"):
         DistributedCheckpoint(tmp_path)
+    with pytest.raises(TypeError, match="the spec of tensor 'w' must be a TensorShardSpec, not list"):
+        ShardMetadata(num_ranks=1, tensor_specs={"w": [7]})
     with pytest.raises(TypeError, match="shards must be ShardMetadata or None, not dict"):
         save_distributed({"w": WHOLE}, tmp_path, shards={"w": 0})
     save_distributed({"w": WHOLE}, tmp_path)

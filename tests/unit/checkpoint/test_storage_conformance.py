@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import uuid
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -289,6 +290,8 @@ def test_local_urls_are_local_folders(tmp_path):
         ("s3://", ValueError, "names no folder"),
         ("memory://", ValueError, "names no folder"),
         ("file://", ValueError, "names no folder"),
+        ("s3:/bucket/folder", ValueError, "drops a slash"),
+        (Path("s3://bucket/folder"), ValueError, "drops a slash"),
         ("absent://host/folder", DistCheckpointError, "not installed .*pip install nowhere_to_be_found"),
     ],
 )

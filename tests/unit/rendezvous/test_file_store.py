@@ -1,12 +1,14 @@
 """The file store between processes: kills, permissions, damage."""
 
 import contextlib
+import errno
 import os
 import signal
 import stat
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -161,6 +163,24 @@ def test_links_and_folders_are_refused(tmp_path):
         FileStore(tmp_path / "folder").get("k", timeout=0)
     with pytest.raises(RendezvousError, match=r"folder"):
         FileStore(tmp_path / "none" / "s")
+
+
+def test_a_file_replaced_on_another_host_while_it_is_read(tmp_path, monkeypatch):
+    """A network file system's stale handle is no error: the new file is read. No descriptor is lost."""
+    store = FileStore(tmp_path / "s")
+    store.set("k", b"v")
+    genuine, failures = os.fstat, [OSError(errno.ESTALE, "stale")]
+    monkeypatch.setattr(file_store.os, "fstat", lambda fd: _raise(failures.pop()) if failures else genuine(fd))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert store.get("k", timeout=0) == b"v"
+    failures.append(OSError(errno.EIO, "broken"))
+    with pytest.raises(RendezvousError, match=r"cannot be used: .*broken"):
+        store.get("k", timeout=0)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def _raise(error):
+    raise error
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -676,6 +677,15 @@ def test_ranks_meet_again_at_one_place_at_any_pace(method, step):
         for process in ranks:
             process.kill()
             process.join()
+
+
+def test_leaving_a_folder_that_is_gone(tmp_path, in_threads):
+    """A rank that leaves after another one has removed the folder of the file has nothing left to remove."""
+    (tmp_path / "f").mkdir()
+    members = in_threads(*[join(f"file://{tmp_path}/f/meet", rank, 2) for rank in range(2)])
+    members[0].close()
+    shutil.rmtree(tmp_path / "f")
+    members[1].close()
 
 
 def test_exactly_one_rank_leaves_last():

@@ -188,6 +188,16 @@ def test_too_many_connections_are_refused(until):
     server.close()
 
 
+def test_a_lack_of_threads_frees_the_port(monkeypatch, free_port):
+    """A server that can start no thread says which limit was hit, and listens no more."""
+    port = free_port()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(RendezvousError, match=r"cannot listen at 127.0.0.1:\d+: .*start no more threads"):
+            TcpStoreServer("127.0.0.1", port, secret=b"s", job="j", world_size=2)
+    TcpStoreServer("127.0.0.1", port, secret=b"s", job="j", world_size=2).close()
+
+
 def test_a_lack_of_descriptors_is_no_loss_of_the_server(server, client, in_threads, until, monkeypatch):
     """A call that can open no connection fails alone, and says why: others go on, as do later ones."""
 

@@ -86,7 +86,7 @@ def plan(shape, before, after, sizes=(8, 16), dtype=torch.float32):
 
 
 def moves(*arguments, **options):
-    return [(step.move, step.axes, step.size_bytes) for step in plan(*arguments, **options).steps]
+    return [(step.kind, step.axes, step.size_bytes) for step in plan(*arguments, **options).steps]
 
 
 WHOLE = 8 * 16 * 4

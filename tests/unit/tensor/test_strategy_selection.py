@@ -36,6 +36,6 @@ def test_the_strategy_with_the_fewest_bytes_is_selected(function, shapes, placem
         inputs = [spread(make(*shape), mesh, where) for shape, where in zip(shapes, placements, strict=True)]
         with fd.record_redistributions() as steps:
             got = function(*inputs)
-        return got.placements, [step.move for step in steps]
+        return got.placements, [step.kind for step in steps]
 
     assert run_ranks(compute, 2) == [((result,), moves)] * 2

@@ -173,8 +173,12 @@ class FrameTransport:
             data = np.empty(size, np.uint8)
             self._peers[source].receiving.append((message.Irecv([data, size, mpi.BYTE]), data))
             self.num_receiving += 1
-            if size > MAX_FRAME:
-                raise ProtocolError(f"a frame of {size} bytes; they have at most {MAX_FRAME}", ranks=(source,))
+            if size > MAX_FRAME:  # received all the same: MPI has matched the message
+                raise ProtocolError(
+                    f"rank {source} sent a frame of {size} bytes, more than the limit of {MAX_FRAME}: do all ranks run"
+                    " the same version of ferrodist?",
+                    ranks=(source,),
+                )
         if self.num_receiving:
             for source, peer in enumerate(self._peers):
                 while self._has_next(peer):

@@ -136,9 +136,9 @@ class StreamExecutor:
     def launch_message(
         self, what: str, tensors: Sequence[torch.Tensor], work: Work, *, timeout: float, peers: Sequence[int]
     ) -> InFlightOp:
-        """Enqueue messages with ``peers``, which have no position among the collectives.
+        """Enqueue messages with ``peers``, which have no sequence number among the collectives.
 
-        The caller's stream goes on until `order_after`, so that messages with several ranks overlap.
+        The caller's stream does not wait for them before `order_after`, so that messages with several ranks overlap.
         """
         deadline = Deadline(timeout)
         info = OpInfo(what=what, timeout=timeout, peers=tuple(peers))
@@ -148,7 +148,7 @@ class StreamExecutor:
             return self._enqueue(info, tensors, work, deadline, blocks_caller=False)
 
     def order_after(self, launched: InFlightOp, device: torch.device) -> None:
-        """Make the caller's stream wait for an operation."""
+        """Make the caller's stream wait for a launched operation, which then need not keep its tensors alive."""
         streams = self._streams_of(device)
         caller = streams.current()
         if self._stream_on(device).cuda_stream != caller.cuda_stream:

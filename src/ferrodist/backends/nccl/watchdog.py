@@ -159,8 +159,9 @@ class Watchdog:
             if self._is_closed:
                 return
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()  # if the system refuses a thread, the next operation tries again
+                self._thread = thread
                 # The interpreter ends daemon threads wherever they are, which may be inside CUDA.
                 close_at_exit(ExitStage.WATCHDOGS, self)
             self._changed.notify_all()

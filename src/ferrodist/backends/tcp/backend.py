@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import Self, override
 
+from ferrodist.arguments import check_int
 from ferrodist.backends.frame_type import FrameType
 from ferrodist.backends.framed_backend import FramedBackend
 from ferrodist.backends.group_observer import PeerExit
@@ -96,6 +97,8 @@ class TcpBackend(FramedBackend):
     ) -> None:
         if not isinstance(address, str):
             raise TypeError(f"address must be 'host:port', not {address!r}")
+        if socket_buffer_bytes is not None:
+            check_int("socket_buffer_bytes", socket_buffer_bytes, min=1)
         super().__init__(rank, world_size, timeout=timeout, name=name)
         self._links: dict[int, FramedConnection] = {}
         self._buffer_bytes = socket_buffer_bytes
@@ -164,9 +167,14 @@ class TcpBackend(FramedBackend):
             self._push_frame(FrameType.READY, peer)
 
     def _begin(self, connections: dict[int, Connection]) -> None:
-        for peer, sock in sorted(connections.items()):
-            tune(sock, self.timeout, self._buffer_bytes)
-            self._links[peer] = FramedConnection(sock, peer, sock.session)
+        try:
+            for peer, sock in sorted(connections.items()):
+                tune(sock, self.timeout, self._buffer_bytes)
+                self._links[peer] = FramedConnection(sock, peer, sock.session)
+        except BaseException:
+            for sock in connections.values():  # their ranks would wait for this one
+                sock.close()
+            raise
         for link in list(self._links.values()):
             self._loop.wake_for(link)
         self._loop.start()

@@ -49,8 +49,11 @@ def open_storage(path: str | os.PathLike[str], options: Mapping[str, Any] | None
     text = os.fspath(path)
     if not text:
         raise ValueError("a checkpoint's path is empty: name a folder")
-    if not isinstance(path, str) and (folded := _URL_AS_PATH.match(text)) and folded[1] in known_implementations:
-        raise ValueError(f"{text!r} was a URL before it was made a Path, which drops a slash: give it as text")
+    if (folded := _URL_AS_PATH.match(text)) and folded[1] in known_implementations:
+        raise ValueError(
+            f"{text!r} seems to be a URL that was made a Path, which drops a slash: give it as text with two (a local"
+            " folder of this name by its full path)"
+        )
     url = _URL.fullmatch(text)
     if "::" in text and "://" in text:
         raise ValueError(f"{text!r} is a chain of file systems, which may cache old contents: name only the last one")

@@ -1,10 +1,10 @@
 """Collectives and point-to-point of tensors on GPUs, staged through the host's memory and the group's host engine.
 
 [Note: two groups]
-A collective that fits into one segment is one call of the group's host engine, at its reserved position. A larger one
-is several calls, whose number is not known when positions are reserved. The first, at the reserved position, compares
-the whole collective, so that errors name it and not a segment. The segments run in a group of their own with the same
-ranks, in which only the collective whose turn it is reserves positions.
+A collective that fits into one segment is one call of the group's host engine, with its reserved sequence number. A
+larger one is several calls, whose number is not known when it reserves. The first, with the reserved sequence number,
+compares the whole collective, so that errors name it and not a segment. The segments run in a group of their own with
+the same ranks, in which only the collective whose turn it is reserves.
 
 The bits are those of a single call: every reduction folds element by element, in rank order.
 """
@@ -167,9 +167,9 @@ class HostStagedEngine:
         return self._inner
 
     def _share_memory(self, inner: SubBackend, pipeline: CopyPipeline, deadline: Deadline) -> None:
-        """Put the first device's slots into symmetric memory, if there is any, on which the host engine copies nothing.
+        """Put the first device's slots into symmetric memory, if there is any, so that the host engine copies nothing.
 
-        A collective, within the same one on all ranks. For a rank's other devices the host engine copies as usual.
+        This is itself a collective. For a rank's other devices the host engine copies as usual.
         """
         self._has_shared = True
         if inner.engine("cpu") is None:
@@ -248,8 +248,13 @@ class HostStagedP2P:
         streams = self._find_streams(operations[0].tensor.device)
         # Fresh memory each time: messages may still use it after the call has raised.
         on_host = [_Pinned(streams, operation.tensor) for operation in operations]
-        self._fill(
-            [pair for pair in zip(operations, on_host, strict=True) if isinstance(pair[0], Send)], deadline, timeout
+        self._copy_to_host(
+            [
+                (operation.tensor, pinned)
+                for operation, pinned in zip(operations, on_host, strict=True)
+                if isinstance(operation, Send)
+            ],
+            deadline,
         )
         peers = batch_on_host(
             [
@@ -270,22 +275,22 @@ class HostStagedP2P:
     def on_host(self, tensor: torch.Tensor, *, timeout: float) -> torch.Tensor:
         """A flat copy of a tensor on the host; waits for the device as `exchange` does."""
         pinned = _Pinned(self._find_streams(tensor.device), tensor)
-        self._fill([(Send(tensor, 0), pinned)], Deadline(timeout), timeout)
+        self._copy_to_host([(tensor, pinned)], Deadline(timeout))
         return pinned.flat
 
-    def _fill(self, sends: Sequence[tuple[Send | Recv, _Pinned]], deadline: Deadline, timeout: float) -> None:
-        if not sends:
+    def _copy_to_host(self, copies: Sequence[tuple[torch.Tensor, _Pinned]], deadline: Deadline) -> None:
+        if not copies:
             return
-        streams = self._find_streams(sends[0][0].tensor.device)
+        streams = self._find_streams(copies[0][0].device)
         stream = streams.current()
-        for operation, pinned in sends:
-            streams.copy(pinned.flat, flatten(operation.tensor), stream)
+        for tensor, pinned in copies:
+            streams.copy(pinned.flat, flatten(tensor), stream)
         try:
             wait_until_passed(streams, streams.record(stream), deadline, self._check_alive)
         except NotReachedError:
             raise DistributedTimeoutError(
                 f"messages on group {self._group.name!r}: the GPU is still busy with what came before them in the"
-                f" current stream, after {timeout:g} s. The group is still good: the call may be made again.",
+                f" current stream, after {deadline.timeout:g} s. The group is still good: the call may be made again.",
                 ranks=(self._group.rank,),
             ) from None
 

@@ -24,8 +24,9 @@ a *bucket_index* the index of its bucket, and *index_in_bucket* its index there.
 
 [Note: rebuilding buckets]
 The first buckets suppose that gradients arrive in the reverse order of the parameters. The first round notes the actual
-order, and rank 0's becomes that of all ranks: buckets that fill in the order of arrival start as early as possible.
-They serve all later rounds, and only they are in symmetric memory, so that it is allocated once.
+order. That of rank 0, or in a join of a rank that has a batch, becomes the order of all ranks: buckets that fill in the
+order of arrival start as early as possible. They serve all later rounds, and only they are in symmetric memory, so that
+it is allocated once.
 
 [Note: steps in hooks]
 An optimizer that steps in a hook, once a parameter's gradient is ready, uses this rank's own gradient, since the mean

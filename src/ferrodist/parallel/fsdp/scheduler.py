@@ -84,7 +84,7 @@ class UnitScheduler:
         self._prefetched: set[int] = set()
         self._unsynced: set[int] = set()  # units with gradients that no_sync left
         self._uses_shared_views = any(flat.uses_shared_view for unit in units for flat in unit.flats)
-        # This rank has all of these: they can stay installed from the beginning of a forward to its end.
+        # Units that are whole on this rank stay installed from the beginning of a forward to its end.
         self._unsharded_units = dict.fromkeys(unit for unit in self.units if all(flat.is_alias for flat in unit.flats))
         self.is_summoned = False
         for unit in self.units:
@@ -369,18 +369,19 @@ class UnitScheduler:
     def _execute_next(self, run: BackwardRun) -> None:
         step = run.advance()
         unit = self.units[step.unit]
-        if step.kind is StepKind.GATHER:
-            unit.start_gather()
-        elif step.kind is StepKind.USE:
-            unit.finish_gather()
-            unit.check_unchanged(run.trace.versions[step.unit])
-        elif step.kind is StepKind.FREE:
-            if unit not in self._unsharded_units:
-                unit.free()
-        elif self.is_syncing:  # StepKind.REDUCE
-            self._reduce(unit)
-        else:
-            self._unsynced.add(unit.index)
+        match step.kind:
+            case StepKind.GATHER:
+                unit.start_gather()
+            case StepKind.USE:
+                unit.finish_gather()
+                unit.check_unchanged(run.trace.versions[step.unit])
+            case StepKind.FREE:
+                if unit not in self._unsharded_units:
+                    unit.free()
+            case StepKind.REDUCE if self.is_syncing:
+                self._reduce(unit)
+            case StepKind.REDUCE:
+                self._unsynced.add(unit.index)
 
     def _reduce(self, unit: Unit) -> None:
         self._unsynced.discard(unit.index)

@@ -1,4 +1,4 @@
-"""Convolutions: the batch, the output channels and the input channels, which are summed, may be sharded."""
+"""Convolutions: the batch, the output channels and the input channels (summed) may be sharded."""
 
 from __future__ import annotations
 

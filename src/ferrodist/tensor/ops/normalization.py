@@ -1,4 +1,4 @@
-"""Layer, group, batch and instance normalisation: dims that are not normalised together may be sharded.
+"""Layer, group, batch and instance norms: dims that are not normalised together may be sharded.
 
 Batch normalisation, of which instance normalisation is made, normalises each channel alone, so channels may be sharded.
 In training the batch is gathered, as the statistics are the full batch's; in evaluation it stays sharded. The gradients

@@ -1,4 +1,4 @@
-"""Reductions of dims: sums, norms, variances, extrema, and operators that sort or accumulate along a dim.
+"""Reductions of dims (sums, norms, variances, extrema), and sorting and accumulation along a dim.
 
 If a reduced dim is sharded, the result is partial: of a sum by SUM, of a maximum by MAX. Operators whose local results
 can't be combined so, such as norms, variances and argmax, reduce small tensors over the ranks themselves.

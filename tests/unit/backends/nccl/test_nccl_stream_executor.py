@@ -388,6 +388,19 @@ def test_the_watchdog_thread_starts_with_work_and_ends() -> None:
     assert not thread.is_alive()
 
 
+def test_a_watchdog_without_a_thread_starts_it_with_the_next_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may refuse a thread once; deadlines of later operations are watched all the same."""
+    watchdog = Watchdog("watchdog of a test")
+    polled = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(RuntimeError, match="can't start"):
+            watchdog.watch(Mock(poll=lambda _: False, needs_polling=False))
+    watchdog.watch(Mock(poll=lambda _: polled.set(), needs_polling=False))
+    assert polled.wait(20)
+    watchdog.close()
+
+
 def test_the_watchdog_polls_operations_launched_during_a_poll() -> None:
     """An operation launched after a poll found none, and before the watchdog sleeps, is polled."""
     seen = threading.Event()

@@ -209,6 +209,17 @@ def test_an_interrupted_rank_0_lets_go_of_those_that_have_come():
     assert took[0] < 30
 
 
+def test_a_rank_0_that_cant_set_up_its_connections_closes_them():
+    """The other ranks learn at once that it is gone."""
+    with pytest.raises(TypeError, match="socket_buffer_bytes must be an integer"):
+        fd.TcpBackend(0, 2, "127.0.0.1:0", socket_buffer_bytes="64k")
+    start = time.monotonic()
+    refused, lost = meet((0, 2, {"socket_buffer_bytes": 1 << 40}), (1, 2, {}), timeout=60.0)
+    assert isinstance(refused, (OverflowError, TypeError))  # of setsockopt
+    assert isinstance(lost, fd.DistributedError)
+    assert time.monotonic() - start < 30
+
+
 def test_bad_address_is_refused_and_leaks_nothing():
     """An address without a port is a ValueError, on either side."""
     with check_leaks():

@@ -98,7 +98,7 @@ def count(steps):
         RedistributeKind.ALL_TO_ALL,
         RedistributeKind.EXCHANGE,
     }
-    return dict(Counter(step.move for step in steps if step.move in moves))
+    return dict(Counter(step.kind for step in steps if step.kind in moves))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -89,7 +89,7 @@ def mesh_of(group):
 
 
 def count(steps):
-    return dict(Counter(step.move for step in steps if step.move in COLLECTIVES))
+    return dict(Counter(step.kind for step in steps if step.kind in COLLECTIVES))
 
 
 def check_gradients(sharded, plain):
@@ -188,8 +188,8 @@ def test_logits_stay_sharded_until_the_loss():
             loss.backward()
         found = []
         for told in (steps, others):
-            assert count(told) == {RedistributeKind.ALLREDUCE: len([step for step in told if step.move in COLLECTIVES])}
-            found.append(Counter(step.before.shape for step in told if step.move in COLLECTIVES))
+            assert count(told) == {RedistributeKind.ALLREDUCE: len([step for step in told if step.kind in COLLECTIVES])}
+            found.append(Counter(step.before.shape for step in told if step.kind in COLLECTIVES))
         return found
 
     hidden = (*tokens[:, 1:].shape, WIDTH)

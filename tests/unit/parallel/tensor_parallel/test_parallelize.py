@@ -63,7 +63,7 @@ def mesh_of(group):
 
 
 def count_collectives(steps):
-    return dict(Counter(step.move for step in steps if step.move in COLLECTIVES))
+    return dict(Counter(step.kind for step in steps if step.kind in COLLECTIVES))
 
 
 PLANS = {

@@ -83,9 +83,9 @@ def has_communication(schedule: Schedule) -> bool:
 def add_communication(schedule: Schedule) -> Schedule:
     """Add sends and receives to a schedule.
 
-    Data are sent when they are computed. Their receive is one compute action before the one that uses them; that of
-    large data starts there, and so overlaps it (see `PendingRecv`). Receives are in the order in which their data are
-    used. Nothing is sent between stages of one rank.
+    A send follows the action that computes its data. A receive is placed one compute action before the action that uses
+    its data, so that the transfer of large data overlaps that action (see `PendingRecv`). Receives are in the order in
+    which their data are used. Nothing is sent between stages of one rank.
 
     Args:
         schedule: A schedule with compute actions only; one that has sends or receives is returned unchanged.
@@ -118,7 +118,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 def backward_only(schedule: Schedule) -> Schedule:
     """The backward that follows `forward_only`: stage by stage from the last, all microbatches of each.
 
-    Microbatches keep the schedule's order, so that gradients add up to its bits, and the last one is the same.
+    Microbatches keep the schedule's order: gradients are summed in the same order, to the same bits.
     """
     backwards = (
         tuple(
