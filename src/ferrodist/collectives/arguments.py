@@ -265,7 +265,7 @@ def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
             "make_fx does not record collectives and messages: the graph would lack them. Call them outside of what it"
             " traces."
         )
-    if not _has_memory(tensor):
+    if not has_memory(tensor):
         raise NotImplementedError(
             f"{name} has no memory to send: collectives and messages don't go through the functorch transforms (vmap,"
             " torch.func.grad, jvp, functionalize) or wrappers as DTensor. Call them outside; backward() and"
@@ -287,7 +287,7 @@ def _is_traced() -> bool:
     return get_proxy_mode() is not None
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def has_memory(tensor: torch.Tensor) -> bool:
     """True if a tensor has memory of its own; one without elements counts if it could have."""
     try:
         # `detach` first: a transform also wraps results of tensors that it did not wrap.

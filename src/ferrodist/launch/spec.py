@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ferrodist.arguments import check_int, check_type
 from ferrodist.deadline import check_timeout, default_timeout
 from ferrodist.launch.host_limits import check_rank_count
 from ferrodist.rendezvous.secret import SECRET_VARIABLE, resolve_secret
@@ -58,7 +59,7 @@ class LaunchSpec:
         mpi: The process manager of an MPI's ranks; None without MPI.
 
     Raises:
-        ValueError: The launch is impossible; the message says what to give instead.
+        TypeError, ValueError: The launch is impossible; the message says what to give instead.
     """
 
     program: str
@@ -77,6 +78,12 @@ class LaunchSpec:
     mpi: MpiLauncher | None = None
 
     def __post_init__(self) -> None:
+        check_type(self.kind, ProgramKind, "kind must be a ProgramKind")
+        check_type(self.arguments, (tuple, list), "arguments must be a tuple of texts")
+        for each in self.arguments:
+            check_type(each, str, "arguments must be texts")
+        for name in ("nproc_per_node", "nnodes", "max_restarts"):
+            check_int(name, getattr(self, name))
         if self.nproc_per_node < 1:
             raise ValueError(f"--nproc-per-node must be 1 or more, not {self.nproc_per_node}")
         check_rank_count("--nproc-per-node", self.nproc_per_node)

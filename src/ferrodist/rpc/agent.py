@@ -220,14 +220,15 @@ class RpcAgent:
             to: The rank, or its name; it may be this one.
             name: The name under which the function, or the class, is registered there.
             arguments: The arguments; see `rpc_sync`.
-            timeout: Seconds until uses of the reference raise a timeout; None takes the backend's timeout.
+            timeout: Seconds within which the call must be sent, where the rank has not come yet, or has as many calls
+                as it may; the function may take longer. None takes the backend's timeout.
             keywords: More arguments, by name.
 
         Returns:
-            A reference to the result. If the call fails, uses of the reference raise its error.
+            A reference to the result. If the call can't be sent, or fails, uses of the reference raise its error.
 
         Raises:
-            DistributedTimeoutError: As many calls as may be have had no result for that time.
+            InvalidRankError: The rank does not exist, or no rank has the name.
             TypeError, ValueError: An argument can't be sent.
         """
         rank, seconds = self._find(to, timeout)

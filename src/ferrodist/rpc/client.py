@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, PeerLostError, RpcError
-from ferrodist.rpc.future import Future
+from ferrodist.rpc.future import Future, OneShot
 from ferrodist.rpc.messages import (
     NO_CALL_ID,
     OWN_NAMES,
@@ -309,6 +309,8 @@ class RpcClient(PeerListener):
         except DistributedError as error:  # whose frames hold what its callers have, such as references
             copy = error.fresh()
             copy.__cause__ = None  # it has frames too, and its text is in the error's
+            future._sent = OneShot()
+            future._sent.set(copy)
             future.settle(None, copy)
         return future
 

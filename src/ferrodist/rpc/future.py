@@ -33,7 +33,7 @@ class Future(concurrent.futures.Future[Any]):
     """
 
     _sent: OneShot[BaseException | None] | None = None
-    """For a call that waits until references in it are registered: why it could not be sent, or None if it was."""
+    """Why the call could not be sent; or, once it was sent after references in it had been registered, None."""
 
     def __init__(self, executor: Executor) -> None:
         super().__init__()

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ferrodist.arguments import check_int
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.signature import MAX_PAYLOAD
-from ferrodist.collectives.arguments import check_tensor
+from ferrodist.collectives.arguments import check_tensor, has_memory
 from ferrodist.collectives.payloads import unpack_payloads
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
@@ -161,14 +162,14 @@ def barrier() -> CheckedCall:
 
 def allreduce(tensor: torch.Tensor, op: Op) -> CheckedCall:
     """Fold a dense tensor over the ranks, in place."""
-    _check(tensor, op)
+    check_movable(tensor, op)
     call = _op(CollectiveKind.ALLREDUCE, tensor, reduction=op)
     return _call(call, [tensor], source=Source(tensor), target=Target(tensor))
 
 
 def reduce(group: Backend, tensor: torch.Tensor, root: int, op: Op) -> CheckedCall:
     """Fold a tensor over the ranks into the root's."""
-    _check(tensor, op)
+    check_movable(tensor, op)
     target = Target(tensor) if group.rank == root else None
     return _call(
         _op(CollectiveKind.REDUCE, tensor, reduction=op, root=root), [tensor], source=Source(tensor), target=target
@@ -177,7 +178,7 @@ def reduce(group: Backend, tensor: torch.Tensor, root: int, op: Op) -> CheckedCa
 
 def broadcast(group: Backend, tensor: torch.Tensor, root: int) -> CheckedCall:
     """Copy the root's tensor into every rank's."""
-    _check(tensor)
+    check_movable(tensor)
     op = _op(CollectiveKind.BROADCAST, tensor, root=root)
     if group.rank == root:
         return _call(op, [tensor], source=Source(tensor))
@@ -206,7 +207,7 @@ def all_gather_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor
 
 
 def _gather_into(target: Target, results: list[Any], tensor: torch.Tensor, counts: Sequence[int]) -> CheckedCall:
-    _check(tensor)
+    check_movable(tensor)
     scale = elements_per_item(tensor)
     op = _op(CollectiveKind.ALL_GATHER, tensor, counts=[count * scale for count in counts], dim=0)
     return _call(op, results, source=Source(tensor), target=target)
@@ -225,7 +226,7 @@ def gather(
         _check_list(group, outputs, tensor, "outputs")
         target, results = Target(*outputs), list(outputs)
         _check_even(target.counts, tensor)
-    _check(tensor)
+    check_movable(tensor)
     counts = [tensor.numel() * elements_per_item(tensor)] * group.world_size
     op = _op(CollectiveKind.GATHER, tensor, counts=counts, root=root)
     return _call(op, results, source=Source(tensor), target=target)
@@ -235,7 +236,7 @@ def scatter(
     group: Backend, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | torch.Tensor | None, root: int
 ) -> CheckedCall:
     """Scatter one tensor of the root's, or one for each rank, all of one size; ``inputs`` is None elsewhere."""
-    _check(tensor)
+    check_movable(tensor)
     source = input_tensor = None
     if isinstance(inputs, torch.Tensor):
         _check_whole(group, inputs, tensor, ("input", "output"))
@@ -270,7 +271,7 @@ def reduce_scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Te
 
 
 def _reduce_parts(target: Target, output: torch.Tensor, source: Source, counts: Sequence[int], op: Op) -> CheckedCall:
-    _check(output, op)
+    check_movable(output, op)
     call = _op(CollectiveKind.REDUCE_SCATTER, output, reduction=op, counts=counts, dim=0)
     return _call(call, [output], source=source, target=target)
 
@@ -283,8 +284,8 @@ def all_to_all_single(
     input_splits: Sequence[int],
 ) -> CheckedCall:
     """Exchange rows of one tensor; without splits in equal numbers."""
-    _check(output)
-    _check(tensor)
+    check_movable(output)
+    check_movable(tensor)
     _check_like(output, tensor)
     if not tensor.dim() or not output.dim():
         raise ValueError("all_to_all_single divides tensors along their first dim, which one of no dims lacks")
@@ -303,6 +304,7 @@ def _split(group: Backend, tensor: torch.Tensor, splits: Sequence[int], what: st
                 f" {what}_split_sizes"
             )
         splits = [size // group.world_size] * group.world_size
+    splits = [check_int(f"{what}_split_sizes[{rank}]", count) for rank, count in enumerate(splits)]
     if len(splits) != group.world_size or min(splits) < 0 or sum(splits) != size:
         raise ValueError(
             f"{what}_split_sizes {list(splits)} must be one for each of {counted(group.world_size, 'rank')}, and"
@@ -313,7 +315,8 @@ def _split(group: Backend, tensor: torch.Tensor, splits: Sequence[int], what: st
 
 def all_to_all(group: Backend, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> CheckedCall:
     """Exchange a tensor with each rank; the sizes may differ."""
-    _check_list(group, outputs, inputs[0] if inputs else outputs[0], "outputs")
+    _check_number(group, inputs, "inputs")
+    _check_list(group, outputs, inputs[0], "outputs")
     _check_list(group, inputs, outputs[0], "inputs")
     source, target = Source(*inputs), Target(*outputs)
     return _exchange(target, list(outputs), source, inputs[0], source.counts, target.counts)
@@ -345,12 +348,18 @@ def _with_size_comparison(group: Backend, name: str, counts: Sequence[int], call
 # Checks of arguments.
 
 
-def _check(tensor: torch.Tensor, op: Op | None = None) -> None:
+def check_movable(tensor: torch.Tensor, op: Op | None = None) -> None:
     """Raise unless engines can move a tensor, or fold it by ``op``."""
     if op is not None:
         check_tensor(tensor)
         check_reduction(tensor.dtype, op)
-    elif tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda") or tensor.is_quantized:
+    elif (
+        tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.device.type not in ("cpu", "cuda")
+        or tensor.is_quantized
+        or not has_memory(tensor)
+    ):
         check_tensor(tensor)  # raises
 
 
@@ -366,7 +375,7 @@ def _check_whole(
     group: Backend, whole: torch.Tensor, part: torch.Tensor, names: tuple[str, str] = ("output", "input")
 ) -> None:
     """Raise unless the first tensor has a part like the second one for each rank."""
-    _check(whole)
+    check_movable(whole)
     _check_like(whole, part)
     if whole.numel() != group.world_size * part.numel():
         raise ValueError(
@@ -376,12 +385,16 @@ def _check_whole(
 
 
 def _check_list(group: Backend, tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str) -> None:
+    _check_number(group, tensors, what)
+    for tensor in tensors:
+        check_movable(tensor)
+        _check_like(tensor, like)
+
+
+def _check_number(group: Backend, tensors: Sequence[torch.Tensor], what: str) -> None:
     if len(tensors) != group.world_size:
         ranks = counted(group.world_size, "rank")
         raise ValueError(f"{what} must be one tensor for each of {ranks}, not {len(tensors)}")
-    for tensor in tensors:
-        _check(tensor)
-        _check_like(tensor, like)
 
 
 def _check_even(counts: Sequence[int], tensor: torch.Tensor) -> None:

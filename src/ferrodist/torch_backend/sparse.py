@@ -9,7 +9,7 @@ import torch
 
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.cuda_streams import record_use_on_streams
-from ferrodist.collectives.reduce_op import ReduceOp
+from ferrodist.collectives.reduce_op import ReduceOp, check_reduction
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_backend.collectives import ArgumentComparison, CheckedCall
 from ferrodist.torch_backend.layouts import row_size
@@ -29,6 +29,7 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Check
         raise UnsupportedOpError(
             f"sparse tensors can only be summed, in layout sparse_coo, not {op} of {tensor.layout}: pass a dense tensor"
         )
+    check_reduction(tensor.dtype, op)
     return _SparseSum(group, tensor).calls()
 
 

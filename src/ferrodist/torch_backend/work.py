@@ -30,6 +30,7 @@ from ferrodist.collectives.host_staging import StreamHandoff
 from ferrodist.collectives.work import PreparedCall, execute, submit, wait_for_started
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, describe_error
+from ferrodist.torch_backend.collectives import check_movable
 from ferrodist.torch_backend.futures import ResultFuture, SerialQueue, ThreadPool, thread_state
 from ferrodist.torch_backend.layouts import Target, source_of
 from ferrodist.torch_private.compilers import not_compiled
@@ -421,17 +422,20 @@ class MessageWork(FerrodistWork):
 def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int, threads: ThreadPool) -> MessageWork:
     """Start sending a tensor."""
     engine_of(group, tensor.device)  # raises for devices that the group has no engine for
+    check_movable(tensor)
     if tensor.device.type == "cpu":
         flat = source_of(tensor)
     else:
         flat = HostStagedP2P(group).on_host(tensor.data, timeout=group.timeout)
     request = group.isend(bytes_of(flat), dst, tag=tag)
-    return MessageWork(request, tensor, seconds=group.timeout, what=f"rank {dst} did not receive it", threads=threads)
+    what = f"send by rank {group.rank} of group {group.name!r}: rank {dst} did not receive it"
+    return MessageWork(request, tensor, seconds=group.timeout, what=what, threads=threads)
 
 
 def start_receive(group: Backend, tensor: torch.Tensor, src: int | None, tag: int, threads: ThreadPool) -> MessageWork:
     """Start receiving a tensor from a rank, or from any rank."""
     engine_of(group, tensor.device)
+    check_movable(tensor)
     target = Target(tensor)
     handoff, buffer, finish = None, target.flat, target.finish
     if tensor.device.type != "cpu":
@@ -439,7 +443,8 @@ def start_receive(group: Backend, tensor: torch.Tensor, src: int | None, tag: in
         buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
         finish = partial(_copy_to_device, handoff, target, buffer)
     request = group.irecv(bytes_of(buffer), ANY_SOURCE if src is None else src, tag=tag)
-    what = f"nothing came from {'any rank' if src is None else f'rank {src}'}"
+    sender = "any rank" if src is None else f"rank {src}"
+    what = f"recv by rank {group.rank} of group {group.name!r}: nothing came from {sender}"
     return MessageWork(
         request, tensor, seconds=group.timeout, what=what, finish=finish, handoff=handoff, threads=threads
     )

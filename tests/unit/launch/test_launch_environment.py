@@ -174,6 +174,22 @@ def test_impossible_launches_are_refused(values, message):
 
 
 @pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "module"}, "kind must be a ProgramKind, not str"),
+        ({"arguments": "--x"}, "arguments must be a tuple of texts, not str"),
+        ({"arguments": (1,)}, "arguments must be texts, not int"),
+        ({"nproc_per_node": "2"}, "nproc_per_node must be an integer, not '2'"),
+        ({"max_restarts": 1.5}, "max_restarts must be an integer, not 1.5"),
+    ],
+)
+def test_launches_of_wrong_types_are_refused(values, message):
+    """When they are made, not when a rank is started."""
+    with pytest.raises(TypeError, match=message):
+        make_spec(**values)
+
+
+@pytest.mark.parametrize(
     ("descriptors", "processes", "user", "expected", "reason"),
     [
         (1024, 4096, 1000, 330, "open files"),

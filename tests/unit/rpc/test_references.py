@@ -273,6 +273,22 @@ def test_copies():
     run_agents(only_on(0, program), 2)
 
 
+def test_objects_whose_call_is_never_sent():
+    """Uses of the reference say why, not that the object was freed."""
+    agents = [RpcAgent(group, most_outstanding=1) for group in SimulatedBackend.create_group(2)]
+    release = threading.Event()
+    agents[1].register("hold", lambda: release.wait(60.0))
+    first = agents[0].rpc_async(1, "hold")
+    never = agents[0].remote(1, "hold", timeout=0.0)
+    release.set()
+    assert first.result()
+    for use in (never.to_here, never.rpc_sync().wait, lambda: agents[0].rpc_sync(1, "hold", [never])):
+        with pytest.raises(DistributedTimeoutError, match="rank 1 has had most_outstanding calls without a result"):
+            use()
+    for agent in agents:
+        agent.close()
+
+
 def test_local_values_in_async_functions():
     """One that is made is there at once; only waiting for one is refused."""
     agent = RpcAgent(SimulatedBackend.create_group(1)[0])

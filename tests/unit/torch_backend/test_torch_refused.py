@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import ferrodist as fd
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.testing import run_ranks
 from ferrodist.torch_backend.process_group import FerrodistProcessGroup
@@ -15,9 +17,16 @@ from ferrodist.torch_backend.process_group import FerrodistProcessGroup
 two, three, four = torch.zeros(2), torch.zeros(3), torch.zeros(4)
 doubles = torch.zeros(4, dtype=torch.float64)
 sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=True)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # these are a prototype
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.strided)
 rows = torch.ones(2, 2)
 
 SIZES = {
+    "alltoall, no tensors": (
+        lambda made: made.alltoall([], []),
+        "inputs must be one tensor for each of 2 ranks, not 0",
+    ),
     "allgather, own output": (
         lambda made: made.allgather([[three, three]], [two]),
         "this rank's output has 3 elements, its input 2",
@@ -76,6 +85,11 @@ SIZES = {
 }
 
 KINDS = {
+    "broadcast, nested": (lambda made: made.broadcast([nested], 0), "tensor is a nested tensor"),
+    "allgather, nested": (lambda made: made.allgather([[nested, nested]], [nested]), "tensor is a nested tensor"),
+    "send, nested": (lambda made: made.send([nested], 1 - made.rank()), "tensor is a nested tensor"),
+    "send, sparse": (lambda made: made.send([sparse], 1 - made.rank()), "tensor has layout torch.sparse_coo"),
+    "recv, sparse": (lambda made: made.recv([sparse], 1 - made.rank()), "tensor has layout torch.sparse_coo"),
     "broadcast": (lambda made: made.broadcast(sparse, 0), "has layout torch.sparse_coo"),
     "allgather": (lambda made: made.allgather([[sparse, two]], [two]), "has layout torch.sparse_coo"),
     "allreduce, layout": (
@@ -128,3 +142,39 @@ def test_reductions_of_other_types():
     options = dist.AllreduceOptions()
     options.reduceOp, options.asyncOp = dist.ReduceOp.BAND, True
     refuse(lambda made: made.allreduce([two], options), TypeError, "band of torch.float32 is not defined")
+
+
+def test_numbers_of_rows_that_are_no_integers():
+    """Which of them is said, and nothing is sent."""
+    splits = ([2.0, 2.0], [2, 2])
+    refuse(
+        lambda made: made.all_to_all_single(torch.zeros(4), four, *splits),
+        TypeError,
+        "output_split_sizes[0] must be an integer, not 2.0",
+    )
+
+
+def test_sparse_tensors_of_dtypes_without_a_sum():
+    indices, values = [[0]], torch.ones(1, dtype=torch.uint16)
+    tensor = torch.sparse_coo_tensor(indices, values, (2,), check_invariants=True)
+    refuse(lambda made: made.allreduce([tensor]), TypeError, "not torch.uint16")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda made, tensor: made.broadcast([tensor], 0),
+        lambda made, tensor: made.all_gather_single(torch.zeros(8), tensor),
+        lambda made, tensor: made.all_to_all_single(torch.zeros(4), tensor, [], []),
+        lambda made, tensor: made.send([tensor], 1 - made.rank()),
+        lambda made, tensor: made.recv([tensor], 1 - made.rank()),
+    ],
+)
+def test_tensors_without_memory(call):
+    """A distributed tensor of ferrodist's is refused where its address, which is 0, would be read."""
+
+    def call_with_wrapper(made):
+        mesh = fd.DeviceMesh(made.group, (2,))
+        call(made, fd.distribute(torch.zeros(4), mesh, fd.Shard(0), src=None))
+
+    refuse(call_with_wrapper, NotImplementedError, "tensor has no memory to send")
