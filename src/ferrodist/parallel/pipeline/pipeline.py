@@ -28,10 +28,10 @@ from ferrodist.parallel.pipeline.microbatch import Losses, LossReduction, Microb
 from ferrodist.parallel.pipeline.schedule.build import PipelineSchedule, resolve_schedule
 from ferrodist.parallel.pipeline.schedule.lowering import backward_only, forward_only
 from ferrodist.parallel.pipeline.schedule_executor import ScheduleExecutor, StepData
-from ferrodist.parallel.pipeline.shared_parameters import SharedParameters, check_locations
 from ferrodist.parallel.pipeline.split import Stages, find_shared
 from ferrodist.parallel.pipeline.stage import Stage, find_edges
 from ferrodist.parallel.pipeline.state_dict import StateDictMapper
+from ferrodist.parallel.pipeline.tied_parameters import TiedParameters, check_locations
 from ferrodist.parallel.transparent_wrapper import TransparentWrapper
 from ferrodist.torch_private.modules import own_modules
 from ferrodist.wording import counted, with_article
@@ -49,7 +49,7 @@ class StepScope:
     A sub-group of a native group has its fast path, too.
     """
 
-    def __init__(self, parent: Backend, executor: ScheduleExecutor, shared: SharedParameters) -> None:
+    def __init__(self, parent: Backend, executor: ScheduleExecutor, shared: TiedParameters) -> None:
         self._parent, self._executor, self._shared = parent, executor, shared
         self._group: Backend | None = None
 
@@ -373,7 +373,7 @@ class Pipeline(TransparentWrapper):
 
     def _verify_and_share(
         self, stages: Sequence[torch.nn.Module | None], shared: Sequence[Sequence[tuple[int, str]]]
-    ) -> SharedParameters:
+    ) -> TiedParameters:
         """Verify that all ranks make the same pipeline; returns this rank's shared parameters."""
         missing = [stage for stage in self.schedule.rank_stages[self._parent.rank] if stages[stage] is None]
         lines = [
@@ -393,9 +393,9 @@ class Pipeline(TransparentWrapper):
             *str(self.schedule).splitlines(),
         ]
         refusal = f"its stage {missing[0]} is None" if missing else None
-        found = SharedParameters((), {}, ())
+        found = TiedParameters((), {}, ())
         try:
-            found = SharedParameters(shared, self._local_stages, self.schedule.stage_ranks)
+            found = TiedParameters(shared, self._local_stages, self.schedule.stage_ranks)
         except ValueError as error:
             refusal = refusal or str(error)
         deadline = Deadline(self._parent.timeout)

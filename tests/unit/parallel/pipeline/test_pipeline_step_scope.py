@@ -10,7 +10,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatchError, DistributedTimeoutError, PipelineError
 from ferrodist.parallel.pipeline.pipeline import StepScope
 from ferrodist.parallel.pipeline.schedule.ir import Action
-from ferrodist.parallel.pipeline.shared_parameters import SharedParameters
+from ferrodist.parallel.pipeline.tied_parameters import TiedParameters
 from ferrodist.testing import run_ranks
 
 
@@ -19,7 +19,7 @@ def fail_on_rank_0(error, current_action, *, waits_for_shared):
 
     def program(group):
         events = []
-        shared = SharedParameters([[(0, "weight"), (1, "weight")]], {group.rank: nn.Linear(2, 2)}, [0, 1])
+        shared = TiedParameters([[(0, "weight"), (1, "weight")]], {group.rank: nn.Linear(2, 2)}, [0, 1])
         groups, raised = [], []
         reset = lambda: events.append(groups[-1].failure is not None)  # noqa: E731
         running = SimpleNamespace(current_action=None, reset=reset, drop_unsynced=lambda: None)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ferrodist.errors import DistributedError
 
 
-class SharedParameters:
+class TiedParameters:
     """This rank's shared parameters, given by their (stage, name) pairs; ValueError where there is none.
 
     They are looked up by name each time, since ``load_state_dict(assign=True)`` and ``to_empty`` replace them.
