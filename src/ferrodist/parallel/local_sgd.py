@@ -216,11 +216,12 @@ class LocalSGD:
 
     def _compute_means(self) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
         """Average the parameters trained now or at the last average; also return the names of those in both sets."""
-        before, self._trained = self._trained, self._find_trained()
-        if self._trained != before:
+        before, now = self._trained, self._find_trained()
+        if now != before:
             deadline = Deadline(self._group.timeout)
             verify_module(self._module, None, self._group, deadline, maker=type(self).__name__)
-        both = {*before, *self._trained}
+        self._trained = now  # not before: ranks that differ compare again in their next step
+        both = {*before, *now}
         if self._means is None or self._means.parameters.keys() != both:
             chosen = {name: parameter for name, parameter in self._parameters.items() if name in both}
             self._means = FlatAverager(chosen, self._group, self._model_id)

@@ -55,6 +55,7 @@ from ferrodist.rendezvous.sockets import (
     apply_deadline,
     close_in_child,
     disconnect,
+    format_address,
     read_exactly,
     read_frame,
     resolve,
@@ -157,7 +158,7 @@ def connect(
         ValueError: The names in ``hello`` are too long.
     """
     check_hello(hello)
-    where = f"{hello.purpose} at {host}:{port}"
+    where = f"{hello.purpose} at {format_address(host, port)}"
     backoff = _MIN_BACKOFF_SECONDS
     failure: OSError | None = None
     warning = long_wait()
@@ -280,7 +281,7 @@ def greet(
 
 def _attempt(host: str, port: int, secret: bytes, hello: Hello, deadline: Deadline) -> Connection:
     """Try each address of the server once: another program at one of them must not hide the server at another."""
-    where = f"{host}:{port}"
+    where = format_address(host, port)
     failures: list[Exception] = []
     for address_info in resolve(host, port, Deadline(min(deadline.remaining(), _ATTEMPT_TIMEOUT))):
         attempt_deadline = Deadline(min(deadline.remaining(), _ATTEMPT_TIMEOUT))

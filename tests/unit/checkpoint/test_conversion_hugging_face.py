@@ -121,11 +121,13 @@ def test_a_part_whose_name_begins_with_another(tmp_path):
 
 
 def test_options_of_another_type(tmp_path):
-    """Options that are no RewriteOptions are refused, before anything is written."""
+    """Options that are no RewriteOptions, and a part that is no text, are refused before anything is written."""
     save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
     for convert in (import_hugging_face, export_hugging_face):
         with pytest.raises(TypeError, match="options must be RewriteOptions or None, not dict"):
             convert(tmp_path, tmp_path / "b", options={"num_ranks": 2})
+    with pytest.raises(TypeError, match="part must be text or None, not int"):
+        export_hugging_face(tmp_path, tmp_path / "b", part=3)
     assert not (tmp_path / "b").exists()
 
 

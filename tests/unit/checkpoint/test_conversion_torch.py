@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import pathlib
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -123,6 +124,10 @@ def test_failing_export(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(DistCheckpointError, match=r"could not write .*state\.pt: .*No space left"):
         export_torch_file(path, tmp_path / "state.pt")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "from_file", mock.Mock(side_effect=RuntimeError("unable to mmap 8 bytes")))
+        with pytest.raises(DistCheckpointError, match="has no room for the tensors: unable to mmap"):
+            export_torch_file(path, tmp_path / "state.pt")
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: fail(None, io.BytesIO()))
     with pytest.raises(DistCheckpointError, match="has no room for the tensors"):
         export_torch_file(path, tmp_path / "state.pt")

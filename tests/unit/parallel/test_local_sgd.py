@@ -397,3 +397,19 @@ def test_averages_in_inference_mode(kind):
         return averaging.num_steps
 
     assert run_ranks(program, 2) == [4, 4]
+
+
+def test_ranks_that_froze_different_parameters_may_agree_again():
+    """The step raises on all ranks, and the next one averages when all have frozen the same."""
+
+    def program(group):
+        model = seeded(mlp)
+        averaging = LocalSGD(model, group, period=1)
+        both = [next(model.parameters()), list(model.parameters())[-1]]
+        both[group.rank].requires_grad_(False)
+        error = caught(averaging.step)
+        for parameter, is_trained in zip(both, (True, False), strict=True):
+            parameter.requires_grad_(is_trained)
+        return type(error), averaging.step()
+
+    assert run_ranks(program, 2) == [(CollectiveMismatchError, True)] * 2

@@ -341,6 +341,13 @@ def test_connect_names_what_it_could_not_reach(free_port):
         dial(port, timeout=60, retry_refused=False)
 
 
+def test_connect_names_an_ipv6_address_in_brackets(free_port):
+    """An address without them could not be told from the port, and is none that users can pass."""
+    port = free_port()
+    with pytest.raises(DistributedTimeoutError, match=rf"group at \[::1\]:{port}"):
+        connect("::1", port, secret=b"s", hello=HELLO, deadline=Deadline(0.1))
+
+
 @pytest.mark.parametrize("accepts", [True, False])
 def test_connect_keeps_its_deadline_against_silence(in_threads, listening, accepts):
     """A server that says nothing, or never accepts, costs the deadline and no more."""

@@ -7,6 +7,7 @@ receives and grants. Senders write straight from their own thread while the sock
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from functools import partial
@@ -221,8 +222,9 @@ class TcpBackend(FramedBackend):
 
     def local_host(self) -> str:
         """This rank's address on the interface that leads to rank 0, or on rank 0 to another rank."""
-        for link in self._links.values():
-            return str(link.sock.getsockname()[0])
+        with contextlib.suppress(OSError):  # the loop's thread has just closed it: the next call says why
+            for link in list(self._links.values()):
+                return str(link.sock.getsockname()[0])
         return "127.0.0.1"
 
     def _link_to(self, rank: int) -> FramedConnection | None:

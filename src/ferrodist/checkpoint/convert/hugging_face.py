@@ -155,6 +155,7 @@ def export_hugging_face(
         DistCheckpointError: The checkpoint or the part is missing or damaged, or the folder can't be written.
         ValueError: ``options`` asks for the files of more than one rank.
     """
+    check_type(part, (str, type(None)), "part must be text or None")
     options = options or RewriteOptions()
     check_type(options, RewriteOptions, "options must be RewriteOptions or None")
     if options.num_ranks != 1:

@@ -54,7 +54,10 @@ def materialize(
                 with file.open("wb") as opened:
                     # Fails on a full disk, where writing to a sparse mapped file would kill the process.
                     os.posix_fallocate(opened.fileno(), 0, size * dtype.itemsize)
-                return torch.from_file(str(file), shared=True, size=size, dtype=dtype, device="cpu").view(shape)
+                try:
+                    return torch.from_file(str(file), shared=True, size=size, dtype=dtype, device="cpu").view(shape)
+                except RuntimeError as error:  # too little memory to map it
+                    raise OSError(str(error)) from error
 
             planner = LoadPlanner(manifest, 0, 1, make=make)
             try:

@@ -37,6 +37,9 @@ def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any]
                 f"{what} has {counted(len(batch), 'microbatch')}, and the pipeline is for {num_microbatches}"
             )
         return list(batch), None
+    if batch is None:
+        stage = "first" if what == "inputs" else "last"
+        raise ValueError(f"{what} is None on the rank of the {stage} stage, which needs the batch: pass it there")
     spec, tensors = flatten(batch, what)
     sizes = {int(tensor.shape[0]) for tensor in tensors if tensor.dim()}
     if len(sizes) > 1:

@@ -228,6 +228,20 @@ def test_bad_address_is_refused_and_leaks_nothing():
                 fd.TcpBackend(rank, 2, "localhost", secret="s", timeout=1)
 
 
+def test_a_connection_that_has_just_ended_has_no_address():
+    """Who asks for it meets the reason in the next call, and no error of the socket's."""
+
+    def program(group):
+        group.barrier()
+        link = group._links[1 - group.rank]
+        assert group.local_host() == link.sock.getsockname()[0]
+        group.close()
+        group._links[link.peer] = link
+        assert group.local_host() == "127.0.0.1"
+
+    run_ranks(program, 2, backend="tcp-threads")
+
+
 def test_world_of_one_needs_no_network():
     """A single rank connects to nothing, whatever the address."""
     with check_leaks():

@@ -2,12 +2,21 @@
 
 import copy
 import math
+import threading
 
 import pytest
 import torch
 from ddp_ranks import CountingBackend, assert_same_bits, caught, mlp, seeded
 
-from ferrodist import DDP, CollectiveMismatchError, ReduceOp, SimulatedBackend, async_allreduce, comm_hooks
+from ferrodist import (
+    DDP,
+    CollectiveMismatchError,
+    DistributedTimeoutError,
+    ReduceOp,
+    SimulatedBackend,
+    async_allreduce,
+    comm_hooks,
+)
 from ferrodist.testing import run_ranks
 
 HOOKS = {
@@ -411,3 +420,26 @@ def test_settings_of_hooks_are_compared(make, texts):
         assert type(error) is CollectiveMismatchError
         assert error.ranks == (1,)
         assert all(text in str(error) for text in texts)
+
+
+def test_a_second_waiter_keeps_its_timeout():
+    """A thread that waits for a continued collective gives up in time while another one waits."""
+    is_waiting, may_end = threading.Event(), threading.Event()
+
+    def then(result):
+        is_waiting.set()
+        may_end.wait(20)
+        return result
+
+    def program(group):
+        pending = comm_hooks.Continued(async_allreduce(torch.ones(1), group=group), then)
+        first = threading.Thread(target=pending.wait)
+        first.start()
+        is_waiting.wait(20)
+        try:
+            return type(caught(lambda: pending.wait(0.05)))
+        finally:
+            may_end.set()
+            first.join()
+
+    assert run_ranks(program, 1) == [DistributedTimeoutError]

@@ -123,7 +123,7 @@ def test_wrong_batches():
             (inputs, targets[:3], 1, r"targets has 3 samples"),
             (Microbatches([inputs] * 3), targets, 0, r"inputs has 3 microbatches, and the pipeline is for 4"),
             ((inputs, inputs[:5]), targets, 0, r"sizes \[5, 8\]"),
-            (None, targets, 0, "no tensor with a dim"),
+            (None, targets, 0, "inputs is None on the rank of the first stage"),
             (torch.tensor(1.0), targets, 0, "no tensor with a dim"),
             (inputs, {"x": object()}, 1, r"targets\['x'\] is of type object"),
         ]

@@ -48,6 +48,13 @@ def test_sparse_batches():
         split_batch([torch.eye(4).to_sparse(), torch.eye(4)], 2, "inputs")
 
 
+@pytest.mark.parametrize(("what", "stage"), [("inputs", "first"), ("targets", "last")])
+def test_a_batch_that_is_missing(what, stage):
+    """The error names the rank that needs it."""
+    with pytest.raises(ValueError, match=f"{what} is None on the rank of the {stage} stage"):
+        split_batch(None, 2, what)
+
+
 def test_microbatches_are_not_split_again():
     """Microbatches are passed through, and their samples are not counted."""
     given = Microbatches([torch.ones(1), torch.ones(3)])

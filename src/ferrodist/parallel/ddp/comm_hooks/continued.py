@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, TypeVar
 
 from ferrodist.collectives.work import PendingCollective
+from ferrodist.deadline import check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,8 +38,13 @@ class Continued(PendingCollective[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """Block until the collective has ended, and return the final result; see `PendingCollective.wait`."""
-        with self._lock:
+        limit = -1 if timeout is None else min(check_timeout(timeout), threading.TIMEOUT_MAX)
+        if not self._lock.acquire(timeout=limit):  # another thread is waiting
+            raise self._still_running(timeout)
+        try:
             if self._steps is not None:
                 self._results.append(self._steps(timeout))
                 self._steps = None
+        finally:
+            self._lock.release()
         return self._results[0]
