@@ -96,9 +96,13 @@ class RRefManager(ValueCodec):
     def create(self, owner: int, name: str, arguments_after_id: tuple[Any, ...], timeout: float | None) -> RRef:
         """Have an owner make an object by an internal call; its first argument is the object's id."""
         id_ = self._next_id(owner)
-        handle = self._table.add(id_)[1] if owner == self.rank else None
+        owned, handle = self._table.add(id_) if owner == self.rank else (None, None)
         creation = self.call(owner, name, (tuple(id_), *arguments_after_id), timeout)
-        return self._table.create(id_, creation) if handle is None else handle
+        if owned is None or handle is None:
+            return self._table.create(id_, creation)
+        for error in [] if creation._sent is None else creation._sent.peek():  # it was not sent
+            owned.value.set(Failure(FailureKind.EXPIRED, type(error).__name__, str(error), ""))
+        return handle
 
     def own(self, value: Any) -> RRef:
         """A reference to an object of this rank."""

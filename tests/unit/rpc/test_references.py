@@ -289,6 +289,21 @@ def test_objects_whose_call_is_never_sent():
         agent.close()
 
 
+def test_own_objects_whose_call_is_never_sent():
+    """As those of others."""
+    agent = RpcAgent(SimulatedBackend.create_group(1)[0], most_outstanding=1)
+    release = threading.Event()
+    agent.register("hold", lambda: release.wait(60.0))
+    first = agent.rpc_async(0, "hold")
+    never = agent.remote(0, "hold", timeout=0.0)
+    release.set()
+    assert first.result()
+    for use in (never.local_value, never.to_here):
+        with pytest.raises(DistributedTimeoutError, match="rank 0 has had most_outstanding calls without a result"):
+            use(60.0)
+    agent.close()
+
+
 def test_local_values_in_async_functions():
     """One that is made is there at once; only waiting for one is refused."""
     agent = RpcAgent(SimulatedBackend.create_group(1)[0])
