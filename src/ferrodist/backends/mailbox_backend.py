@@ -80,7 +80,7 @@ class MailboxBackend(NonBlockingBackend):
         self._members: dict[int, tuple[int, ...]] = {WORLD_GROUP_ID: tuple(range(world_size))}
         self._names: dict[int, str] = {WORLD_GROUP_ID: name}
         self._followers: dict[int, set[int]] = {}  # groups that fail with a group
-        self._failures: dict[int, DistributedError] = {}  # by group
+        self.failures: dict[int, DistributedError] = {}  # by group
         self._left: dict[tuple[int, int], PeerExit] = {}  # by group and rank
         self._died: dict[int, PeerExit] = {}  # by rank
         self._ended: DistributedError | None = None  # the end of all groups: closed here, or a forked child
@@ -173,7 +173,7 @@ class MailboxBackend(NonBlockingBackend):
             return self._ended
         if group_id in self._closed:
             return GroupClosedError(f"this sub-group of {self.name!r} was closed on this rank ({self.rank})")
-        return self._failures.get(group_id)
+        return self.failures.get(group_id)
 
     def refusal(self, tag: int, peer: int) -> DistributedError | None:
         """The reason why no message can go to or come from ``peer`` any more, or None."""
@@ -297,7 +297,7 @@ class MailboxBackend(NonBlockingBackend):
     def fail_with(self, group_id: int, leader_id: int) -> None:
         with self._state_lock:
             self._followers.setdefault(leader_id, set()).add(group_id)
-            failure = self._failures.get(leader_id)
+            failure = self.failures.get(leader_id)
         if failure is not None:
             self.fail_group(group_id, failure)
 
@@ -339,7 +339,7 @@ class MailboxBackend(NonBlockingBackend):
             self._followers.pop(group_id, None)
             self._members.pop(group_id, None)
             self._names.pop(group_id, None)
-            failure = self._failures.pop(group_id, None)
+            failure = self.failures.pop(group_id, None)
             for rank in members:
                 self._left.pop((group_id, rank), None)
         error = self.failure_of(group_id)
@@ -423,19 +423,19 @@ class MailboxBackend(NonBlockingBackend):
 
     def _leave_groups(self) -> None:
         """Notify the others that this rank has closed its groups."""
-        for group_id, failure in self._failures.copy().items():  # another thread may be closing a sub-group
+        for group_id, failure in self.failures.copy().items():  # another thread may be closing a sub-group
             members = self._members.get(group_id)
             if group_id != WORLD_GROUP_ID and members is not None:
                 self._notify_abort(group_id, members, failure)
-        self._say_goodbye(WORLD_GROUP_ID, self._members[WORLD_GROUP_ID], self._failures.get(WORLD_GROUP_ID))
+        self._say_goodbye(WORLD_GROUP_ID, self._members[WORLD_GROUP_ID], self.failures.get(WORLD_GROUP_ID))
 
     def fail_group(self, group_id: int, error: DistributedError) -> bool:
         """End a group on this rank; False if it had failed before, and keeps its first reason."""
         error = error.fresh()
         with self._state_lock:
-            if self._ended is not None or group_id in self._failures or group_id in self._closed:
+            if self._ended is not None or group_id in self.failures or group_id in self._closed:
                 return False
-            self._failures[group_id] = error
+            self.failures[group_id] = error
             followers = tuple(self._followers.get(group_id, ()))
         self._end_transfers(lambda group, _: error if group == group_id else None)
         self._forget_messages(lambda message: group_of_tag(message.tag) == group_id)

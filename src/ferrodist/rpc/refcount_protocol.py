@@ -42,6 +42,7 @@ process, nor of another connection.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import secrets
@@ -310,7 +311,8 @@ class RRefTransfer(ReferenceTransfer):
     ) -> None:
         error = next((error for each in unsent for error in each.peek() if error is not None), None)
         if error is not None or self._has_ended:
-            end(error or _given_up_error())
+            # A copy: where it is raised, its frames hold the references whose creation holds the original.
+            end(_given_up_error() if error is None else _copy_error(error))
             return
         calls: dict[int, Future] = {}
         try:
@@ -379,6 +381,11 @@ def _unsent_creation(reference: RRef) -> OneShot[BaseException | None] | None:
         return None
     sent = record.creation._sent
     return None if sent is None or sent.peek() == [None] else sent
+
+
+def _copy_error(error: BaseException) -> BaseException:
+    """The same error without a traceback."""
+    return error.fresh() if isinstance(error, DistributedError) else copy.copy(error)
 
 
 def _given_up_error() -> RpcError:

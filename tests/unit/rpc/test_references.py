@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -274,7 +275,7 @@ def test_copies():
 
 
 def test_objects_whose_call_is_never_sent():
-    """Uses of the reference say why, not that the object was freed."""
+    """Uses of the reference say why, not that the object was freed; and it is gone when the program drops it."""
     agents = [RpcAgent(group, most_outstanding=1) for group in SimulatedBackend.create_group(2)]
     release = threading.Event()
     agents[1].register("hold", lambda: release.wait(60.0))
@@ -282,9 +283,15 @@ def test_objects_whose_call_is_never_sent():
     never = agents[0].remote(1, "hold", timeout=0.0)
     release.set()
     assert first.result()
-    for use in (never.to_here, never.rpc_sync().wait, lambda: agents[0].rpc_sync(1, "hold", [never])):
+    for use in (never.to_here, never.rpc_sync().wait, functools.partial(agents[0].rpc_sync, 1, "hold", [never])):
         with pytest.raises(DistributedTimeoutError, match="rank 1 has had most_outstanding calls without a result"):
             use()
+    del never, use
+    for _ in range(1000):
+        if not gc.collect() and not agents[0]._rrefs.refcounts.table._used:
+            break
+        time.sleep(0.01)
+    assert not agents[0]._rrefs.refcounts.table._used, "an error holds the reference in its frames"
     for agent in agents:
         agent.close()
 
@@ -685,6 +692,7 @@ def test_a_reference_that_arrives_while_the_last_one_is_dropped():
 
 _UNCLOSED = """
 import threading
+import time
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.rpc.agent import RpcAgent
 

@@ -362,7 +362,7 @@ class MpiBackend(FramedBackend):
     def _release(self) -> None:
         """Free the communicators, once all ranks have left; the last act of the progress thread."""
         self._transport.close()  # a closing thread may still poll, and another one begin a collective
-        has_failed = WORLD_GROUP_ID in self._failures
+        has_failed = WORLD_GROUP_ID in self.failures
         if self.data_plane.close() and not has_failed:
             for communicator in self._communicators:
                 runtime.call_safely(self._mpi, communicator.Free)
@@ -371,7 +371,7 @@ class MpiBackend(FramedBackend):
     def wait_until_all_left(self, patience: float) -> bool:
         """Wait until all ranks have left; False once the group has failed and ``patience`` seconds have passed."""
         while not self._progress.join(patience):
-            if WORLD_GROUP_ID in self._failures or os.getpid() != self._process:
+            if WORLD_GROUP_ID in self.failures or os.getpid() != self._process:
                 return False
         return True
 

@@ -170,7 +170,7 @@ class NativeBackend(DelegatingBackend):
 
     @override
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
-        self._engines.leave(group_id)
+        self._engines.leave_subgroup(group_id)
         self._control.close_subgroup(group_id, members)
 
     # Messages. The compiled engine is called without a layer between; see docs/decisions/0059.
@@ -215,11 +215,18 @@ class _NativeEngines(GroupObserver):
         self._control = control
         self.by_group: weakref.WeakValueDictionary[int, NativeEngine] = weakref.WeakValueDictionary()
 
-    def leave(self, group_id: int) -> None:
+    def leave_subgroup(self, group_id: int) -> None:
         """Leave a sub-group."""
         engine = self.by_group.pop(group_id, None)
         if engine is not None:
-            engine.leave()
+            self._leave(group_id, engine)
+
+    def _leave(self, group_id: int, engine: NativeEngine) -> None:
+        failure = self._control.failures.get(group_id)
+        if failure is not None:
+            # The thread that found it may not be in `on_failed` yet: other ranks would take this one for the cause.
+            engine.abort(failure)
+        engine.leave()
 
     @override
     def on_failed(self, group_id: int, error: DistributedError) -> None:
@@ -238,8 +245,8 @@ class _NativeEngines(GroupObserver):
 
     @override
     def on_closed(self) -> None:
-        for engine in snapshot_weak(self.by_group.values):
-            engine.leave()
+        for group_id, engine in snapshot_weak(self.by_group.items):
+            self._leave(group_id, engine)
 
     @override
     def on_forked(self) -> None:

@@ -423,3 +423,23 @@ def test_a_rank_that_cant_open_the_engine_tells_the_others_why(monkeypatch):
         thread.join()
     assert sorted(type(error).__name__ for error in errors.values()) == ["BackendUnavailable", "ValueError"]
     assert all("'ib7' is no interface" in str(error) for error in errors.values())
+
+
+@pytest.mark.parametrize("in_subgroup", [False, True])
+def test_a_rank_that_closes_a_failed_group_is_not_the_cause(in_subgroup):
+    """Also if the thread that found the failure has not told the engine yet: the other rank gets that failure."""
+
+    def program(world):
+        group = fd.SubBackend(world, [0, 1]) if in_subgroup else world
+        fd.barrier(group=group)
+        if group.rank == 1:
+            with pytest.raises(fd.PeerLostError) as raised:
+                fd.barrier(group=group, timeout=20.0)
+            return str(raised.value)
+        world._engines.on_failed = lambda *_: None  # that thread does not run
+        world._control._say_goodbye = lambda *_: None  # and the other rank hears of this late
+        world._control.fail_group(group.group_id, fd.PeerLostError("rank 1 has died", ranks=(1,)))
+        group.close()
+        return None
+
+    assert run_ranks(program, 2, backend="native", timeout=30.0) == [None, "rank 1 has died"]
