@@ -102,7 +102,7 @@ def predict(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         costs: Durations; by default 1 for each forward and for each half of a backward.
 
     Raises:
-        TypeError: It is no schedule, such as a kind of schedules.
+        TypeError: ``schedule`` is not a `Schedule`, but a `PipelineSchedule` or something else.
         ValueError: The schedule is wrong, or the costs are of another number of stages.
     """
     check_type(schedule, Schedule, "a timeline is that of a Schedule, as build_schedule() makes")
