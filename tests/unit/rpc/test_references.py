@@ -31,7 +31,7 @@ NOTHING = ReferenceCounts(for_others=0, for_itself=0, elsewhere=0)
 
 def until(condition):
     """Wait for what comes of itself, when references have gone, but leave the interpreter to what does it."""
-    deadline, never = Deadline(10), threading.Event()
+    deadline, never = Deadline(60), threading.Event()
     while not condition():
         assert not deadline.expired
         gc.collect()
