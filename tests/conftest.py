@@ -17,7 +17,13 @@ if not any(entry.name == "ferrodist" for entry in entry_points(group="pytest11")
     pytest_plugins.append("ferrodist.testing.pytest_plugin")
 
 
+def pytest_collection() -> None:
+    """Collect no garbage while modules are loaded and tests created: there is little, and many objects to look at."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Leave what is loaded by now out of garbage collections: the tests' checks for leaks ask for many."""
+    gc.enable()
     gc.collect()
     gc.freeze()

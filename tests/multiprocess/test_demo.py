@@ -1,5 +1,6 @@
 """The demo and the example, as a user runs them: real processes over TCP."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -10,7 +11,8 @@ import pytest
 
 import ferrodist
 
-pytest.importorskip("sklearn", reason="the extra 'demo' is not installed")
+if importlib.util.find_spec("sklearn") is None:  # which takes seconds to load
+    pytest.skip("the extra 'demo' is not installed", allow_module_level=True)
 pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
 pytest.importorskip("rich", reason="the extra 'demo' is not installed")
 

@@ -1,5 +1,6 @@
 """The example of a GPT: all ways of training it learn the same from the standard library's sources."""
 
+import importlib
 import json
 import re
 import runpy
@@ -8,13 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch._dynamo  # noqa: F401 - optimizers load it, which takes longer than these trainings
 
 import ferrodist as fd
 from ferrodist.backends.base import Backend
 from ferrodist.testing import run_ranks
 
 TRAIN = Path(__file__).parents[2] / "examples" / "gpt" / "train.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _dynamo():
+    """Load once what optimizers load, which takes longer than these trainings."""
+    importlib.import_module("torch._dynamo")
 
 
 def test_all_ways_have_the_same_losses(tmp_path, monkeypatch, capsys):

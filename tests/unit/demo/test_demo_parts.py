@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-pytest.importorskip("sklearn", reason="the extra 'demo' is not installed")
+if importlib.util.find_spec("sklearn") is None:  # which takes seconds to load
+    pytest.skip("the extra 'demo' is not installed", allow_module_level=True)
 pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
 pytest.importorskip("rich", reason="the extra 'demo' is not installed")
 
