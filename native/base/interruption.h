@@ -24,7 +24,7 @@ protected:
 // The interpreter that this thread came from; null for threads of the engine itself.
 inline thread_local Interpreter* interpreter = nullptr;
 
-inline void expect_wait() {
+inline void release_interpreter() {
     if (interpreter != nullptr) interpreter->release();
 }
 

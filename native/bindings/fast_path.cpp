@@ -59,7 +59,7 @@ bool fits(std::span<const std::int64_t> longer, std::span<const std::int64_t> sh
 // captures addresses: the caller keeps the tensors alive.
 
 template <class Go>
-bool allreduce_if_plain(const std::optional<Pair>& pair, int op, const Go& go) {
+bool run_allreduce_if_plain(const std::optional<Pair>& pair, int op, const Go& go) {
     if (!pair || !has_no_factor(op) || !std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
     if (pair->source.data != pair->out.data && overlap(*pair)) return false;
     const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
@@ -72,7 +72,7 @@ bool allreduce_if_plain(const std::optional<Pair>& pair, int op, const Go& go) {
 }
 
 template <class Go>
-bool broadcast_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int root, const Go& go) {
+bool run_broadcast_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int root, const Go& go) {
     const auto target = view_tensor(tensor.ptr());
     if (!tensor.is(out) || !target || root < 0 || root >= self.num_ranks()) return false;
     go(target->count * size_of(target->dtype),
@@ -82,7 +82,7 @@ bool broadcast_if_plain(const Communicator& self, nb::handle tensor, nb::handle 
 }
 
 template <class Go>
-bool all_gather_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
+bool run_all_gather_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
     const auto pair = view_pair(tensor, out);
     if (!pair || !fits(pair->out.shape, pair->source.shape, self.num_ranks()) || overlap(*pair)) return false;
     go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->source.count,
@@ -94,7 +94,7 @@ bool all_gather_if_plain(const Communicator& self, nb::handle tensor, nb::handle
 }
 
 template <class Go>
-bool reduce_scatter_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int op, const Go& go) {
+bool run_reduce_scatter_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int op, const Go& go) {
     const auto pair = view_pair(tensor, out);
     if (!pair || !has_no_factor(op) || !fits(pair->source.shape, pair->out.shape, self.num_ranks()) || overlap(*pair))
         return false;
@@ -109,7 +109,7 @@ bool reduce_scatter_if_plain(const Communicator& self, nb::handle tensor, nb::ha
 }
 
 template <class Go>
-bool all_to_all_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
+bool run_all_to_all_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
     const auto pair = view_pair(tensor, out);
     const auto ranks = static_cast<std::size_t>(self.num_ranks());
     if (!pair || !fits(pair->out.shape, pair->source.shape, 1) || overlap(*pair)) return false;
@@ -154,14 +154,14 @@ nb::object value_of(PyObject* variable) {
 
 // The communicator of a group whose calls can use the fast path, with its timeout and engine: a `FastPath` of
 // backends/base.py, kept alive by `guard`.
-struct FastPath {
+struct OpenFastPath {
     nb::object guard;
     Communicator* communicator;
     double timeout;
     nb::handle engine;
 };
 
-std::optional<FastPath> find_fast_path(nb::handle group) {
+std::optional<OpenFastPath> find_fast_path(nb::handle group) {
     if (lookup == nullptr) return std::nullopt;
     const nb::object collector = value_of(lookup->collector);
     if (!collector.is_valid() || !collector.is_none()) return std::nullopt;
@@ -177,7 +177,7 @@ std::optional<FastPath> find_fast_path(nb::handle group) {
     if (!nb::isinstance<Communicator>(communicator)) return std::nullopt;
     const double timeout = PyFloat_AsDouble(PyTuple_GET_ITEM(path.ptr(), 1));
     const nb::handle engine = PyTuple_GET_ITEM(path.ptr(), 2);
-    return FastPath{std::move(path), nb::inst_ptr<Communicator>(communicator), timeout, engine};
+    return OpenFastPath{std::move(path), nb::inst_ptr<Communicator>(communicator), timeout, engine};
 }
 
 // The value of an int, or -1 for any other object.
@@ -203,7 +203,7 @@ int number_of(nb::handle op) {
 }
 
 // `out`, or a new tensor if that is None; None if the tensor is not plain, and null on an error.
-nb::object result_of(nb::handle out, nb::handle tensor, const FastPath& path, Shape shape) {
+nb::object result_of(nb::handle out, nb::handle tensor, const OpenFastPath& path, Shape shape) {
     if (!out.is_none()) return nb::borrow(out);
     const nb::object num_ranks = nb::int_(path.communicator->num_ranks());
     PyObject* arguments[] = {tensor.ptr(), num_ranks.ptr()};
@@ -213,7 +213,7 @@ nb::object result_of(nb::handle out, nb::handle tensor, const FastPath& path, Sh
 using Fact = std::pair<const char*, PyObject*>;  // an argument of a call, for the error message
 
 // Raises the public error that the engine's Python side makes of the exception being handled.
-void raise_for(const FastPath& path, const char* operation, nb::handle tensor, nb::handle out,
+void raise_for(const OpenFastPath& path, const char* operation, nb::handle tensor, nb::handle out,
                std::initializer_list<Fact> facts) {
     try {
         const nb::object failure = current_python_exception();
@@ -228,7 +228,7 @@ void raise_for(const FastPath& path, const char* operation, nb::handle tensor, n
 }
 
 template <class Collective>
-void run(const FastPath& path, std::size_t size, const Collective& collective) {
+void run(const OpenFastPath& path, std::size_t size, const Collective& collective) {
     const std::uint64_t ticket = path.communicator->reserve();
     const GilRelease released(path.communicator->is_short(size) ? GilRelease::When::when_waiting
                                                                 : GilRelease::When::at_once);
@@ -237,7 +237,7 @@ void run(const FastPath& path, std::size_t size, const Collective& collective) {
 
 // Runs a collective if `check(go)` allows the fast path. Returns the result, or None if it does not.
 template <class Check>
-PyObject* run_fast(const FastPath& path, const char* operation, nb::handle tensor, nb::object out,
+PyObject* run_fast(const OpenFastPath& path, const char* operation, nb::handle tensor, nb::object out,
                    std::initializer_list<Fact> facts, const Check& check) {
     if (!out.is_valid()) return nullptr;
     const auto go = [&](std::size_t size, const auto& collective) { run(path, size, collective); };
@@ -262,12 +262,12 @@ PyObject* fast_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "allreduce", tensor, result_of(out, tensor, *path, same), {{"op", op.ptr()}},
                     [&](nb::handle result, const auto& go) {
-                        return allreduce_if_plain(view_pair(tensor, result), number_of(op), go);
+                        return run_allreduce_if_plain(view_pair(tensor, result), number_of(op), go);
                     });
 }
 
-// In place, untracked by autograd, like a call on `tensor.data`, which takes 0.2 us to create. Returns whether it was
-// done.
+// In place, untracked by autograd, like a call on `tensor.data` without creating that, which takes 0.2 us. Returns
+// whether it was done.
 PyObject* fast_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 3) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0], op = arguments[1], group = arguments[2];
@@ -276,7 +276,7 @@ PyObject* fast_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t 
     if (!view) Py_RETURN_FALSE;
     try {
         const auto go = [&](std::size_t size, const auto& collective) { run(*path, size, collective); };
-        return PyBool_FromLong(allreduce_if_plain(Pair{*view, *view}, number_of(op), go));
+        return PyBool_FromLong(run_allreduce_if_plain(Pair{*view, *view}, number_of(op), go));
     } catch (...) {
         raise_for(*path, "allreduce", tensor, tensor, {{"op", op.ptr()}});
         return nullptr;
@@ -290,7 +290,7 @@ PyObject* fast_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "broadcast", tensor, nb::borrow(out), {{"root", root.ptr()}},
                     [&](nb::handle result, const auto& go) {
-                        return broadcast_if_plain(*path->communicator, tensor, result, index_of(root), go);
+                        return run_broadcast_if_plain(*path->communicator, tensor, result, index_of(root), go);
                     });
 }
 
@@ -301,7 +301,7 @@ PyObject* fast_all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t coun
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "all_gather", tensor, result_of(out, tensor, *path, joined), {{"dim", dim.ptr()}},
                     [&](nb::handle result, const auto& go) {
-                        return all_gather_if_plain(*path->communicator, tensor, result, go);
+                        return run_all_gather_if_plain(*path->communicator, tensor, result, go);
                     });
 }
 
@@ -313,7 +313,7 @@ PyObject* fast_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t 
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "reduce_scatter", tensor, result_of(out, tensor, *path, part),
                     {{"op", op.ptr()}, {"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
-                        return reduce_scatter_if_plain(*path->communicator, tensor, result, number_of(op), go);
+                        return run_reduce_scatter_if_plain(*path->communicator, tensor, result, number_of(op), go);
                     });
 }
 
@@ -324,7 +324,7 @@ PyObject* fast_all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t coun
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "all_to_all", tensor, result_of(out, tensor, *path, same), {},
                     [&](nb::handle result, const auto& go) {
-                        return all_to_all_if_plain(*path->communicator, tensor, result, go);
+                        return run_all_to_all_if_plain(*path->communicator, tensor, result, go);
                     });
 }
 
@@ -429,35 +429,35 @@ void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
             "start_allreduce",
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return allreduce_if_plain(view_pair(tensor, out), op, go); });
+                             [&](const auto& go) { return run_allreduce_if_plain(view_pair(tensor, out), op, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "start_broadcast",
             [](Communicator& self, nb::handle tensor, nb::handle out, int root, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return broadcast_if_plain(self, tensor, out, root, go); });
+                             [&](const auto& go) { return run_broadcast_if_plain(self, tensor, out, root, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "root"_a, "timeout"_a)
         .def(
             "start_all_gather",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return all_gather_if_plain(self, tensor, out, go); });
+                             [&](const auto& go) { return run_all_gather_if_plain(self, tensor, out, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "timeout"_a)
         .def(
             "start_reduce_scatter",
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return reduce_scatter_if_plain(self, tensor, out, op, go); });
+                             [&](const auto& go) { return run_reduce_scatter_if_plain(self, tensor, out, op, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "start_all_to_all",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return all_to_all_if_plain(self, tensor, out, go); });
+                             [&](const auto& go) { return run_all_to_all_if_plain(self, tensor, out, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "timeout"_a);
 }

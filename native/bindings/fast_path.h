@@ -1,4 +1,5 @@
-// The fast path of collectives: from Python's tensors straight into the engine; see collectives/fast_path.py.
+// The fast path of collectives: from Python's tensors straight into the engine. collectives/fast_path.py says when a
+// call is plain, and has the calls from rank to rank.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -54,7 +54,7 @@ void Communicator::await_turn(std::uint64_t ticket) {
 
 void Communicator::await_turn(std::uint64_t ticket, const Deadline& deadline) {
     if (turn_.load() == ticket) return;
-    expect_wait();  // the holder of the turn may need the GIL
+    release_interpreter();  // the holder of the turn may need the GIL
     queue_.wake();  // earlier collectives may still be queued
     while (true) {
         const std::uint32_t seen = passed_.current();

@@ -137,7 +137,7 @@ void Fabric::wait_for_all(const IsThere& is_ready, FailureKind timeout_kind, con
     links_->write();
     links_->check(entered_);
     if (is_over()) return;
-    expect_wait();
+    release_interpreter();
     Spin spin(*contention_, std::chrono::microseconds(layout_.spin_micros),
               layout_.is_oversubscribed ? Spin::oversubscribed : Spin::on_connections,
               layout_.group_size - memory_->layout().num_ranks);

@@ -1,5 +1,5 @@
-// A rank's doorbell: a futex word in shared memory that its threads sleep on, and that other ranks ring when they have
-// written something for it.
+// A rank's doorbell for point-to-point messages: a futex word in shared memory that its threads sleep on, and that
+// other ranks ring when they have written something for it. Collectives have a bell for all ranks (group_memory.cpp).
 //
 // [Note: asleep]
 // A sleeper sets its bit in `asleep`, reads `word`, checks its condition once more, and sleeps only while `word` is

@@ -20,7 +20,7 @@ constexpr auto max_sleep = interruption_period;
 }  // namespace
 
 struct GroupMemory::Header {
-    struct alignas(line_bytes) Doorbell {
+    struct alignas(line_bytes) Bell {
         std::atomic<std::uint32_t> word;      // changed by `ring`, slept on
         std::atomic<std::uint32_t> sleepers;  // ranks that sleep or are about to; a killed one may stay counted
     };
@@ -30,7 +30,7 @@ struct GroupMemory::Header {
         std::array<char, max_record_bytes> record;
     };
 
-    Doorbell bell;
+    Bell bell;
     Abort abort;
     alignas(line_bytes) Flag num_arrivals;  // of all ranks at all collectives so far; in oversubscribed groups only
     alignas(line_bytes) Flag released;      // collectives at which all have arrived; in oversubscribed groups only
@@ -109,7 +109,7 @@ void GroupMemory::wait_until(const Ready& ready, const Lagging& lagging, Failure
             if (ready()) return;
             relax();
         }
-        expect_wait();
+        release_interpreter();
         check();
     } while (spin.check_clock());
     auto& bell = header().bell;

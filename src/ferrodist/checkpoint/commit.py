@@ -1,4 +1,4 @@
-"""The commit of a save by rank 0, and the removal of the leftovers of dead saves.
+"""The check of the folder before a save, the commit by rank 0, and the removal of the leftovers of dead saves.
 
 [Note: commit]
 A checkpoint exists when its manifest does: ``put`` of the manifest is the last step of a save, and it is atomic. Files
@@ -124,7 +124,7 @@ def commit(storage: Storage, manifest: Manifest, deadline: Deadline, *, single_n
         names = [file.name for file in manifest.files]
         index = make_index(manifest)
         try:
-            stale = _publish(storage, manifest, names, index)
+            stale = _publish_and_put_manifest(storage, manifest, names, index)
         except BaseException:
             try:
                 _unpublish(storage, manifest.save_id, names)
@@ -143,7 +143,9 @@ def commit(storage: Storage, manifest: Manifest, deadline: Deadline, *, single_n
             _logger.warning("the checkpoint at %s is saved, but its folder is not tidy: %s", storage.url, error)
 
 
-def _publish(storage: Storage, manifest: Manifest, names: Sequence[str], index: bytes | None) -> set[str]:
+def _publish_and_put_manifest(
+    storage: Storage, manifest: Manifest, names: Sequence[str], index: bytes | None
+) -> set[str]:
     """Move everything into place, the manifest last, and return the names of files that were there before."""
     if index is not None and storage.is_staged:  # a full disk shows before the commit
         writer = storage.create(manifest.save_id, INDEX_NAME, len(index))

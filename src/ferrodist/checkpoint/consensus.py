@@ -123,7 +123,10 @@ class Rank0Exchange:
         answer_action: str,
         answer: Callable[[list[bytes]], Sequence[bytes]],
     ) -> bytes:
-        """Call ``make`` on all ranks in a phase, ``answer`` on rank 0, and return this rank's answer."""
+        """Call ``make`` on all ranks in a phase, ``answer`` on rank 0, and return this rank's answer.
+
+        ``answer_action`` names the work of rank 0 in errors.
+        """
         group, action = self._group, phase.action
         own_error: Exception | None = None
         made = b""

@@ -117,6 +117,11 @@ def save_distributed(
     save.remove_old_checkpoints()
 
 
+def _digest(view: torch.Tensor) -> str:
+    """The checksum of the checksums of a tensor's blocks."""
+    return hash_bytes("".join(hash_blocks(row_major_bytes(view.cpu()))).encode())
+
+
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
     """Options of a save; see `save_distributed`."""
@@ -193,7 +198,7 @@ class Save:
         boxes = []
         for box, view in [] if key in encoder.unsaved else shard.boxes:
             self._views[Span(key, box.offsets, box.shape)] = view
-            digest = hash_bytes("".join(hash_blocks(row_major_bytes(view.cpu()))).encode()) if is_compared else None
+            digest = _digest(view) if is_compared else None
             boxes.append(BoxReport(box.offsets, box.shape, digest, self._partials.addend(tensor)))
         return TensorReport(tuple(shard.shape), dtype_name(shard.dtype), shard.placement, boxes, encoder.paths[key])
 

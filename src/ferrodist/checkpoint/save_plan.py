@@ -1,6 +1,6 @@
 """The plan of a save: which rank writes which box of each tensor, balanced by bytes, and the merged state tree.
 
-Rank 0 plans for all ranks; the functions here are pure.
+Rank 0 plans for all ranks; the functions here touch no storage and no group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writing one rank's files: safetensors, each block hashed as it is written."""
+"""A rank's safetensors files as hashed blocks, which a `FileWriter` of the storage writes."""
 
 from __future__ import annotations
 

@@ -167,6 +167,7 @@ class _NativeWork(PendingCollective[torch.Tensor]):
 
 
 if is_native_available():
+    # The last three create the results of blocking calls.
     compiled.load_fast_paths(collector, *process_group.default_holders(), _like, _gathered, _scattered)
 
 

@@ -1,4 +1,4 @@
-"""allreduce, reduce and broadcast; reduce and broadcast are each other's gradient.
+"""allreduce, reduce and broadcast; reduce and broadcast are each other's gradient. reduce_scatter is in `all_gather`.
 
 A plain call of `allreduce` or `broadcast` goes straight into the compiled engine; every other call takes the general
 path, as a `CollectiveOp`. `gpu_allreduce` and `gpu_broadcast` take tensors on GPUs only.

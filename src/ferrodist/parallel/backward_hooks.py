@@ -1,4 +1,4 @@
-"""Hooks on a forward's outputs, where a backward begins; the backward under way, and a check of its gradients."""
+"""Hooks on a forward's outputs, where a backward begins; the running backward, a check of gradients, weak callbacks."""
 
 from __future__ import annotations
 

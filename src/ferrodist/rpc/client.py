@@ -273,7 +273,7 @@ class RpcClient(PeerListener):
     def __init__(self, peers: PeerManager, executor: Executor, codec: ValueCodec) -> None:
         self._peers = peers
         self._executor = executor
-        self._codec = codec  # the agent's `RRefManager`
+        self._codec = codec  # the agent's `RRefManager`, which packs only what is not plain
         self.metrics = RpcMetrics()
         self.pending_calls = PendingCalls(f"ferrodist-rpc-{peers.rank}-timeouts", self._on_give_up)
 

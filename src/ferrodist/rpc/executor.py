@@ -173,7 +173,7 @@ class Executor:
                 self._wake_one()
 
     def begin_wait(self) -> bool:
-        """Note that this thread waits for a call; returns whether it is a worker, and has to `end_wait`."""
+        """Note that this thread waits for its own call; returns whether it is a worker, and has to `end_wait`."""
         num_waits = getattr(self._local, "num_waits", None)
         if num_waits is None:
             return False
@@ -200,7 +200,7 @@ class Executor:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within this block the thread waits for calls: another worker runs tasks in its place."""
+        """Within this block the thread waits for results of its own calls: another worker runs tasks in its place."""
         is_worker = self.begin_wait()
         try:
             yield

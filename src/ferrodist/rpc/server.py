@@ -130,7 +130,7 @@ class RpcServer(MessageHandler):
             call = peer.incoming.get(call_id)
             if call is not None:
                 call.cancel()
-        else:
+        else:  # the result or failure of a call that this rank made
             self._client.on_response(peer.rank, call_id, kind, content)
 
     @override

@@ -1,4 +1,7 @@
-"""Transports of agents: each rank has a group of two with every other rank that is there."""
+"""Transports of agents: each rank has a group of two with every other rank that is there.
+
+They are made once; messages then go by the groups' own ``try_send``.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The elements of a full tensor that this rank has, as boxes, however the tensor is sharded.
 
 `Shard` placements, in blocks too, shard each dim by itself: a rank has some *runs* of each dim, and its boxes are the
-products of these. FSDP shards flat: a *flat shard* is a range of the elements in row-major order, of a full tensor or
-of a local shard. Such a range consists of at most two boxes for each dim but the last, and one more, one after the
-other in the flat shard.
+products of these; a plain tensor is one box. FSDP shards flat: a *flat shard* is a range of the elements in row-major
+order, of a full tensor or of a local shard. Such a range consists of at most two boxes for each dim but the last, and
+one more, one after the other in the flat shard.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The two signatures of torch's methods: with an options object, and with the options as arguments.
+"""The wrapper of torch's methods: both of their signatures, the profiler's record, the route of `c10d_ops`.
 
-The methods of `FerrodistProcessGroup` are written for the first; `accept_options` adds the second.
+torch calls a method with an options object, or with the options as arguments. The methods of `FerrodistProcessGroup`
+are written for the first; `accept_options` adds the second.
 """
 
 from __future__ import annotations

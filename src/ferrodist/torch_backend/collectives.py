@@ -1,4 +1,7 @@
-"""torch's collectives as a `CollectiveOp` each: functions that check the arguments and prepare the call."""
+"""torch's collectives as a `CollectiveOp` each: functions that check the arguments and prepare the call.
+
+`only` and `plain_reduction` serve the fast path, too.
+"""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ _OPERATIONS = (
 )
 _FOLDING = ("allreduce", "reduce", "reduce_scatter")
 
-_LINE = struct.Struct("<BBBbiQ")  # `CollectiveSignature` of native/transport/shm/group_memory.h; its payload follows
+_LINE = struct.Struct("<BBBbiQ")  # `Call` of native/transport/shm/group_memory.h; its payload follows
 
 SHARE_NAME_BYTES = 24  # bytes at the front of a share's payload that hold its name
 

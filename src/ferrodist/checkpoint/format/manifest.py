@@ -1,4 +1,5 @@
 """The manifest of a checkpoint: the schema of ``metadata.json``, which docs/formats.md describes for other readers.
+Also the checksum of all bytes (`hash_bytes`), and whether boxes cover a tensor once.
 
 The file is one line with a single valid spelling, so that every byte of it is checked::
 

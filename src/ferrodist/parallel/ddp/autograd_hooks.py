@@ -52,7 +52,7 @@ def find_unused_parameters(outputs: Sequence[torch.Tensor], parameters: Sequence
 class ParameterHooks:
     """Hooks on parameters, removed when this object is collected; see [Note: order of hooks].
 
-    The latest object that hooks a parameter *owns* it. Neither callback may hold this object: ``on_accumulated`` is
+    The latest object that hooks a parameter *owns* it. Neither callback may hold this object. ``on_accumulated`` is
     called when a gradient has been accumulated, before later hooks, which may still change it; ``on_ready`` with the
     parameter's id after all hooks.
     """

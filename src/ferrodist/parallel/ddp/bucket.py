@@ -233,7 +233,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def start(self, hook: CommHook | None, *, is_joined: bool, timeout: float | None = None) -> None:
-        """Fill the bucket, with zeros if this rank ``is_joined``, and start its reduction: an allreduce, or the hook's.
+        """Copy what is not copied yet (zeros if this rank ``is_joined``), and start an allreduce, or the hook's.
 
         ``timeout`` is in seconds, for each collective, also the hook's; None uses the group's.
         """
@@ -298,7 +298,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def finish(self, scale: float, *, is_joined: bool) -> None:
-        """Multiply the averages by ``scale`` and copy them to gradients that are not views, which hold them already.
+        """Multiply the averages by ``scale``, and copy them to gradients that are no views; views hold them already.
 
         Gradients stay None where no rank has one. On a rank that ``is_joined`` they stay as they are, though views then
         hold the others' averages.

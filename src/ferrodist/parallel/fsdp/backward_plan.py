@@ -3,7 +3,7 @@
 [Note: plan]
 A forward is recorded as a *trace* of the calls of units that began and ended, in order. The backward follows the trace
 from its end. Where a call ended, its unit is needed (USE); where a unit's first call began, all its gradients are there
-(REDUCE), and it is freed (FREE). Gathering (GATHER) is moved forward by the number of units to prefetch.
+(REDUCE), and it is freed (FREE). Gathering (GATHER) starts earlier, by the number of units to prefetch.
 
 Every rank executes the steps in the plan's order, whatever the order in which autograd reaches the units there and
 whether it reaches them all: a rank that skips a unit still gathers and reduces it with the others. Events only say how

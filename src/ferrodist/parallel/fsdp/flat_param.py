@@ -66,7 +66,8 @@ class FlatGradients:
     shards: Sequence[torch.nn.Parameter]
     layout: FlatLayout
     axes: ShardAxes
-    _first_reduction: PendingCollective[torch.Tensor] | None = None  # without shards, over the replicas
+    # Over the ranks that shard; if none do, over the replicas:
+    _first_reduction: PendingCollective[torch.Tensor] | None = None
     _replica_reduction: PendingCollective[torch.Tensor] | None = None
     _own_row: torch.Tensor | None = None
 
@@ -244,7 +245,7 @@ class FlatParameters:
 
     @torch.inference_mode(mode=False)
     def finish_gather(self) -> None:
-        """Wait for the full parameters, and install them in the module."""
+        """Wait for the full parameters, exchange the token where there is one (a collective), and install them."""
         self._wait()
         if self._needs_token:
             all_gather(self._token, group=self._axes.shard, out=self._tokens)

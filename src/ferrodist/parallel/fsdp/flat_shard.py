@@ -1,4 +1,4 @@
-"""Tensor classes of local shards: torch's norms and totals of them are those of the full tensors.
+"""Tensor classes of local shards, through which all uses of them go: norms and totals are those of the full tensors.
 
 [Note: shards in torch's functions]
 Optimizers step on shards element by element, and need not know. But `torch.nn.utils.clip_grad_norm_`, and programs that

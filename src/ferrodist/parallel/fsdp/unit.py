@@ -33,7 +33,7 @@ class UnitState(enum.Enum):
     """The state of a unit's parameters."""
 
     SHARDED = "sharded"  # each rank has its shard
-    # `start_gather` was called, which moves nothing in shared memory; the module has its shards:
+    # `start_gather` was called; the module still has its shards. In shared memory nothing moves.
     GATHERING = "gathering"
     GATHERED = "gathered"  # the full parameters are there
 

@@ -55,7 +55,10 @@ class StepScope:
 
     @contextlib.contextmanager
     def run_together(self, timeout: float | None) -> Iterator[tuple[Backend, float]]:
-        """Run a block on all ranks, with the group and the timeout of one wait; it fails on all ranks or none."""
+        """Run a block on all ranks; it fails on all or none.
+
+        Yields the steps' sub-group, and the longest wait for another rank, in seconds.
+        """
         if self._group is None:
             label = "ferrodist.pipeline"
             self._group = SubBackend(self._parent, range(self._parent.world_size), label=label, name="pipeline")

@@ -44,7 +44,7 @@ def send_value(packed: PackedValue, dst: int, tag: int, group: Backend) -> list[
     """Start sending a value, whose tensors must not change until the requests are done."""
     for tensor in packed.tensors:
         if tensor.is_cuda:
-            engine_of(group, tensor.device)
+            engine_of(group, tensor.device)  # an error if the group can't move it
     encoded, out_of_band = encode_value(packed, "a value between stages")
     requests = start_tensor_send(torch.frombuffer(encoded, dtype=torch.uint8), dst, tag=tag, group=group)
     for tensor in out_of_band:
@@ -139,7 +139,7 @@ class StepData(NamedTuple):
     """The data of a step: inputs of the first stage, gradients of the last; empty on other ranks.
 
     ``on_output`` is called with a microbatch's index and the last stage's result, and returns the tensors from which
-    its backward begins; it also adds their gradients to ``gradients``, which is empty at the start of the step.
+    its backward begins; in a step it also adds their gradients to ``gradients``, which is empty at its start.
     """
 
     microbatches: Sequence[Any]

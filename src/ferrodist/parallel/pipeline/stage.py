@@ -111,7 +111,7 @@ class Stage:
         return len(self._in_flight) + len(self._weight_backwards)
 
     def forward(self, microbatch: int, received: Mapping[str, PackedValue], value: Any) -> PipelineOutput:
-        """Call the module."""
+        """Call the module on received values as new leaves; a training microbatch is in flight until its backward."""
         inputs: dict[str, list[torch.Tensor]] = {}
         values: dict[str, Any] = {MAIN: value}
         for name, packed in received.items():

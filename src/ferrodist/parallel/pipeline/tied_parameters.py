@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TiedParameters:
-    """This rank's shared parameters, given by their (stage, name) pairs; ValueError where there is none.
+    """This rank's tied parameters, which several stages share, by (stage, name) pairs; ValueError if one is missing.
 
     They are looked up by name each time, since ``load_state_dict(assign=True)`` and ``to_empty`` replace them.
     """
