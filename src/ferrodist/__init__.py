@@ -15,8 +15,8 @@
     training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks; parallelize and the styles of its plans
     tensors       DeviceMesh; DTensor, distribute, factories; Shard, Replicate, Partial; allow_replication,
                   record_redistributions
-    pipelines     Pipeline, PipelineSchedule, PipelineOutput, Microbatches, LossReduction; schedules and what splits
-                  models are in ferrodist.parallel.pipeline
+    pipelines     Pipeline, PipelineSchedule, PipelineOutput, Microbatches, LossReduction; split_model; schedules and
+                  more are in ferrodist.parallel.pipeline
     checkpoints   checkpoint: save_distributed, load_distributed, AsyncCheckpointer, ...
     calls         rpc: RpcContext, RpcAgent, RRef, TcpRpcBackend, ...
     errors        DistributedError and the tree below it, drawn in ferrodist.errors
@@ -136,6 +136,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.pipeline import Pipeline as Pipeline
     from ferrodist.parallel.pipeline import PipelineOutput as PipelineOutput
     from ferrodist.parallel.pipeline import PipelineSchedule as PipelineSchedule
+    from ferrodist.parallel.pipeline import split_model as split_model
     from ferrodist.parallel.sync_batch_norm import SyncBatchNorm1d as SyncBatchNorm1d
     from ferrodist.parallel.sync_batch_norm import SyncBatchNorm2d as SyncBatchNorm2d
     from ferrodist.parallel.sync_batch_norm import SyncBatchNorm3d as SyncBatchNorm3d
@@ -195,7 +196,7 @@ _NAMES_BY_MODULE = {
     "parallel.ddp": "DDP GradientBucket comm_hooks",
     "parallel.fsdp": "FSDP MixedPrecision ShardingStrategy by_class by_size",
     "parallel.local_sgd": "DiLoCo LocalSGD",
-    "parallel.pipeline": "LossReduction Microbatches Pipeline PipelineOutput PipelineSchedule",
+    "parallel.pipeline": "LossReduction Microbatches Pipeline PipelineOutput PipelineSchedule split_model",
     "parallel.sync_batch_norm": "SyncBatchNorm1d SyncBatchNorm2d SyncBatchNorm3d convert_sync_batchnorm",
     "parallel.tensor_parallel": "ColumnParallel ColumnParallelLinear ParallelAttention ParallelEmbedding RowParallel"
     " RowParallelLinear SequenceParallel Style VocabularyParallel parallelize",

@@ -6,6 +6,7 @@
 `torch.utils._python_dispatch`
   `is_in_torch_dispatch_mode`                        2.10 to 2.15
   `_disable_current_modes`                           2.10 to 2.15
+  `TorchDispatchMode`                                2.10 to 2.15
 `torch._C._ensureCUDADeviceGuardSet`                 2.10 to 2.15
 ===================================================  =================
 
@@ -28,6 +29,9 @@ num_function_modes: Any = getattr(torch._C, "_len_torch_function_stack", int)
 
 is_in_torch_dispatch_mode: Any = getattr(_python_dispatch, "is_in_torch_dispatch_mode", num_dispatch_modes)
 """Return whether this thread has an active dispatch mode."""
+
+DispatchMode: Any = _python_dispatch.TorchDispatchMode
+"""The base class of dispatch modes."""
 
 no_modes: Any = getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)
 """A context manager that disables dispatch modes."""

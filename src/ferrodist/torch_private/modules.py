@@ -14,6 +14,7 @@ The dictionaries have each parameter, buffer and child under each of its names, 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules import batchnorm
@@ -51,10 +52,18 @@ def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     return module._modules
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def has_hooks(module: torch.nn.Module) -> bool:
     """Return whether a module has forward or backward hooks."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name, None) for name in names)
+    return any(getattr(module, name, None) for name in _HOOKS)
+
+
+def clear_hooks(module: torch.nn.Module) -> None:
+    """Give a module empty dictionaries of forward and backward hooks, of its own."""
+    for name in _HOOKS:
+        setattr(module, name, OrderedDict())
 
 
 def compiled_module(module: torch.nn.Module) -> object:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["tree_leaves", "tree_map"]
+__all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]

@@ -3,7 +3,7 @@
 ::
 
     training     Pipeline with its PipelineSchedule; Microbatches, PipelineOutput, LossReduction
-    stages       split_sequential, Balance -> Stages; find_shared
+    stages       split_sequential, split_model, Balance -> Stages; find_shared; ModelStage
     schedules    build_schedule -> Schedule, also from text; check_schedule, add_communication
     analysis     predict with Costs -> Timeline; draw_text, plot, count_activations
 
@@ -16,8 +16,9 @@ The modules::
     schedule/lowering.py    sends and receives added               state_dict.py          names of the whole model
     schedule/simulate.py    when each rank computes                split.py               a Sequential cut into stages
     schedule/validate.py    schedules checked before use           measure.py             time of each of its children
-    schedule/timeline.py    predicted time and memory
-    schedule/visualize.py   pictures, as text and as a plot
+    schedule/timeline.py    predicted time and memory             split_model.py          another model cut into stages
+    schedule/visualize.py   pictures, as text and as a plot       model_units.py          its blocks and other parts
+    model_flow.py           what these compute for each other     model_stage.py          its code, run by each stage
 """
 
 from ferrodist.errors import PipelineError
@@ -29,7 +30,9 @@ from ferrodist.parallel.pipeline.schedule.lowering import add_communication
 from ferrodist.parallel.pipeline.schedule.timeline import Costs, Timeline, count_activations, predict
 from ferrodist.parallel.pipeline.schedule.validate import check_schedule
 from ferrodist.parallel.pipeline.schedule.visualize import draw_text, plot
+from ferrodist.parallel.pipeline.model_stage import ModelStage
 from ferrodist.parallel.pipeline.split import Balance, Stages, find_shared, split_sequential
+from ferrodist.parallel.pipeline.split_model import split_model
 from ferrodist.parallel.pipeline.stage import PipelineOutput
 
 __all__ = [
@@ -39,6 +42,7 @@ __all__ = [
     "Costs",
     "LossReduction",
     "Microbatches",
+    "ModelStage",
     "Pipeline",
     "PipelineError",
     "PipelineOutput",
@@ -54,6 +58,7 @@ __all__ = [
     "find_shared",
     "plot",
     "predict",
+    "split_model",
     "split_sequential",
 ]
 

@@ -1,4 +1,4 @@
-"""Measurement of the time that each child of a Sequential takes."""
+"""Measurement of the time that each child of a Sequential takes, or each unit of another model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ferrodist.parallel.module_init import has_meta_tensors
 from ferrodist.torch_private.pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _NUM_WARM_UPS = 2
 _NUM_RUNS = 5
@@ -32,7 +32,7 @@ def measure_times(
     """
     times = []
     inputs = sample
-    with _preserve_random_states(), torch.inference_mode(False), torch.enable_grad():
+    with preserve_random_states(), torch.inference_mode(False), torch.enable_grad():
         for name, child in children:
             title = f"child {name!r} ({type(child).__name__})"
             if any(has_meta_tensors(module) for module in child.modules()):
@@ -50,6 +50,41 @@ def measure_times(
                     f"{title} fails on its inputs for the sample ({_describe(inputs)}): {error}"
                 ) from error
             times.append(seconds)
+    return times
+
+
+class _Call(torch.nn.Module):
+    """A module that is called with one argument, the arguments of another one."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, arguments: Any) -> Any:
+        args, kwargs = arguments
+        return self.module(*args, **kwargs)
+
+
+def measure_units(
+    units: Mapping[str, torch.nn.Module], run: Callable[[Any], object], *, clock: Callable[[], float]
+) -> dict[str, float]:
+    """Measure the seconds of each unit's forwards and backwards in a run of its model, as `measure_times` does.
+
+    ``run`` runs the model's code, with the function that it is given for each call of a unit: (path, args, kwargs) to
+    the result.
+    """
+    times: dict[str, float] = {}
+
+    def call(path: str, args: Any, kwargs: Any) -> Any:
+        unit = units[path]
+        if any(has_meta_tensors(module) for module in unit.modules()):
+            raise ValueError(f"module {path!r} is on the meta device and can't be measured: balance parameters")
+        seconds, result = _measure(_Call(copy.deepcopy(unit)), (args, kwargs), clock)
+        times[path] = times.get(path, 0) + seconds
+        return result
+
+    with preserve_random_states(), torch.inference_mode(False), torch.enable_grad():
+        run(call)
     return times
 
 
@@ -107,7 +142,7 @@ def _describe(inputs: Any) -> str:
 
 
 @contextlib.contextmanager
-def _preserve_random_states() -> Iterator[None]:
+def preserve_random_states() -> Iterator[None]:
     """Restore, at the end, the default generators of Python, NumPy and torch, also those of GPUs in use."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     has_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

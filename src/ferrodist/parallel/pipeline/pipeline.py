@@ -132,7 +132,7 @@ class Pipeline(TransparentWrapper):
         skips: Values that bypass stages: names, each with the stage that returns it, in a `PipelineOutput`, and the
             stage that gets it, as a keyword argument.
         shared: Parameters that several stages share: for each the (stage, name) pairs. Their gradients are added up
-            over the ranks. None finds them, where this rank is given all stages.
+            over the ranks. None finds them, where this rank is given all stages, or takes those of `Stages`.
 
     Raises:
         CollectiveMismatchError: On every rank, when their arguments differ, naming the first difference.
@@ -183,7 +183,9 @@ class Pipeline(TransparentWrapper):
         ranks = self.schedule.stage_ranks
         found = {index: stages[index] for index in self.schedule.rank_stages[rank]}
         self._local_stages = {index: module for index, module in found.items() if module is not None}
-        shared = find_shared(stages) if shared is None else check_locations(shared)
+        if shared is None:
+            shared = find_shared(stages) if stages.shared is None else stages.shared
+        shared = check_locations(shared)
         self._shared = self._verify_and_share(stages, shared)
         self.stages = torch.nn.ModuleDict({str(index): module for index, module in self._local_stages.items()})
         self._mapper = StateDictMapper(self._local_stages, stages.prefixes)

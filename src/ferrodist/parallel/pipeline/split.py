@@ -21,7 +21,7 @@ from ferrodist.collectives.objects import broadcast_object
 from ferrodist.deadline import Deadline
 from ferrodist.parallel.module_init import verify_across_ranks
 from ferrodist.parallel.pipeline.measure import measure_times
-from ferrodist.parallel.pipeline.state_dict import unwrap
+from ferrodist.parallel.pipeline.state_dict import ModulePart, unwrap
 from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
 from ferrodist.wording import counted, with_article
 
@@ -45,6 +45,7 @@ class Stages(list["torch.nn.Module | None"]):
             nothing. None takes the names of ``torch.nn.Sequential(*stages)``: ``"0."``, ``"1."``, ...
         costs: Cost of each stage, in any unit; None where unknown. By default its number of parameters.
         costs_name: Name of the costs, such as "measured times".
+        shared: Parameters that several stages share, as `Pipeline` takes them; None leaves it to the pipeline.
 
     Raises:
         TypeError: A stage is not a module.
@@ -59,6 +60,7 @@ class Stages(list["torch.nn.Module | None"]):
         *,
         costs: Sequence[float | None] | None = None,
         costs_name: str = "parameters",
+        shared: Sequence[Shared] | None = None,
     ) -> None:
         super().__init__(stages)
         for index, stage in enumerate(self):
@@ -77,6 +79,8 @@ class Stages(list["torch.nn.Module | None"]):
                 f" {counted(len(self.costs), 'cost')}: pass at least one stage, and a prefix and a cost for each"
             )
         self._costs_name = costs_name
+        self.shared = shared
+        """Parameters that several stages share, if they are known: what `find_shared` returns."""
         _check_prefixes(self, self.prefixes)
         _check_modules(self, self.prefixes)
 
@@ -129,6 +133,8 @@ def count_parameters(module: torch.nn.Module) -> int | None:
 
 
 def _describe_stage(stage: torch.nn.Module) -> str:
+    if isinstance(stage, ModulePart):
+        return stage.contents
     if not isinstance(stage, torch.nn.Sequential) or not len(stage):
         return type(stage).__name__
     names = list(own_modules(stage))
@@ -147,7 +153,10 @@ def _check_prefixes(stages: Sequence[torch.nn.Module | None], prefixes: Sequence
             continue
         module, path = unwrap(stage), prefix.removesuffix(".")
         parameters = module.named_parameters(prefix=path, remove_duplicate=False)
+        replicated = module.replicated_names if isinstance(module, ModulePart) else frozenset()
         for name, _ in (*parameters, *module.named_buffers(prefix=path, remove_duplicate=False)):
+            if name in replicated:
+                continue
             if found.setdefault(name, index) != index:
                 raise ValueError(
                     f"stages {found[name]} and {index} both have {name!r} in the whole model: give them prefixes that"
@@ -160,9 +169,14 @@ def _check_modules(stages: Sequence[torch.nn.Module | None], prefixes: Sequence[
     owners: dict[str, int] = {}
     module_prefixes: list[list[str]] = []
     for index, (stage, prefix) in enumerate(zip(stages, prefixes, strict=True)):
-        children = unwrap(stage).named_children() if stage is not None else ()
+        module = None if stage is None else unwrap(stage)
+        if module is None or isinstance(module, ModulePart):  # of several such stages `StateDictMapper` joins the parts
+            module_prefixes.append([])
+            continue
         found = [
-            f"{prefix}{name}." for name, child in children if any(True for _ in (*child.parameters(), *child.buffers()))
+            f"{prefix}{name}."
+            for name, child in module.named_children()
+            if any(True for _ in (*child.parameters(), *child.buffers()))
         ]
         owners.update(dict.fromkeys(found, index))
         module_prefixes.append([prefix, *found])
@@ -302,8 +316,8 @@ def split_sequential(
             f"a Sequential of {counted(len(children), 'child')} makes from 1 to {counted(len(children), 'stage')}, not"
             f" {num_stages}: pass fewer, or divide the model into more children"
         )
-    counts = None if isinstance(balance, Balance) else _check_counts(balance, num_stages, len(children))
-    given = None if costs is None else _check_costs(costs, len(children))
+    counts = None if isinstance(balance, Balance) else check_counts(balance, num_stages, len(children))
+    given = None if costs is None else check_costs(costs, len(children))
     is_measured = balance is Balance.TIMES
     if is_measured and given is not None:
         raise ValueError("Balance.TIMES measures the costs: pass it or costs=, not both")
@@ -389,28 +403,30 @@ def _children_of(model: torch.nn.Sequential) -> Children:
     return list(own_modules(model).items())  # type: ignore[arg-type]
 
 
-def _check_counts(balance: Sequence[int], num_stages: int, num_children: int) -> tuple[int, ...]:
+def check_counts(balance: Sequence[int], num_stages: int, num_children: int, noun: str = "child") -> tuple[int, ...]:
+    """Return the number of children (``noun``) of each stage; TypeError or ValueError if they don't divide them."""
     if not isinstance(balance, Sequence) or isinstance(balance, (str, bytes)):
         raise TypeError(
-            f"balance must be Balance.PARAMETERS, Balance.TIMES or the number of children of each stage, not"
-            f" {balance!r}"
+            f"balance must be Balance.PARAMETERS, Balance.TIMES or the number of {counted(2, noun)[2:]} of each stage,"
+            f" not {balance!r}"
         )
-    counts = tuple(check_int("a number of children", count) for count in balance)
+    counts = tuple(check_int(f"a number of {counted(2, noun)[2:]}", count) for count in balance)
     if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_children:
         raise ValueError(
-            f"{list(counts)} does not divide {counted(num_children, 'child')} into {counted(num_stages, 'stage')}:"
+            f"{list(counts)} does not divide {counted(num_children, noun)} into {counted(num_stages, 'stage')}:"
             f" pass a positive number for each stage; their sum must be {num_children}"
         )
     return counts
 
 
-def _check_costs(costs: Sequence[float], num_children: int) -> ChildCosts:
+def check_costs(costs: Sequence[float], num_children: int, noun: str = "child") -> ChildCosts:
+    """Return the cost of each child (``noun``); TypeError or ValueError if they are not finite numbers from 0."""
     if not isinstance(costs, Sequence) or not all(isinstance(cost, Real) for cost in costs):
-        raise TypeError(f"costs must be a list of numbers, one for each child, not {costs!r}")
+        raise TypeError(f"costs must be a list of numbers, one for each {noun}, not {costs!r}")
     found = [float(cost) for cost in costs]
     wrong = next((cost for cost in found if not 0 <= cost < math.inf), None)  # NaN is not either
     if wrong is not None:
-        raise ValueError(f"a child costs {wrong}: pass costs that are finite and not negative")
+        raise ValueError(f"a {noun} costs {wrong}: pass costs that are finite and not negative")
     if len(found) != num_children:
-        raise ValueError(f"{counted(len(found), 'cost')} for {counted(num_children, 'child')}: pass one for each")
+        raise ValueError(f"{counted(len(found), 'cost')} for {counted(num_children, noun)}: pass one for each")
     return list(found)

@@ -13,6 +13,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 
+class ModulePart(torch.nn.Module):
+    """A part of a module of the whole model, with some of its children, of which other stages have others.
+
+    A stage of that kind says what it has.
+    """
+
+    contents: str = "nothing"
+    """The names of what a stage has, in short."""
+    replicated_names: frozenset[str] = frozenset()
+    """Tensors of a stage that others have under the same name."""
+
+
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside wrappers with a ``checkpoint_module()``, and inside compiled modules."""
     while True:
@@ -42,9 +54,7 @@ class StateDictMapper:
             if names and sum(self._prefixes[other].startswith(prefix) for other in self._stages) == 1:
                 _get_or_add_submodule(whole, names[:-1]).add_module(names[-1], unwrap(stage))
             else:
-                attributes: Any = vars(_get_or_add_submodule(whole, names))
-                for attribute in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-                    attributes[attribute].update(getattr(unwrap(stage), attribute))
+                _add_contents(_get_or_add_submodule(whole, names), unwrap(stage))
         return whole
 
     def inner_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -89,6 +99,18 @@ def _own_prefix(index: int, stage: torch.nn.Module) -> str:
     inner = unwrap(stage)
     path = next(name for name, module in stage.named_modules() if module is inner)
     return f"stages.{index}.{path}".removesuffix(".") + "."
+
+
+def _add_contents(whole: torch.nn.Module, module: torch.nn.Module) -> None:
+    """Add a module's children, parameters and buffers to another; of children in parts all parts."""
+    attributes: Any = vars(whole)
+    for attribute in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+        attributes[attribute].update(getattr(module, attribute))
+    for name, child in own_modules(module).items():
+        if isinstance(child, ModulePart):
+            _add_contents(_get_or_add_submodule(whole, [name]), child)
+        else:
+            attributes["_modules"][name] = child
 
 
 def _get_or_add_submodule(whole: torch.nn.Module, names: Sequence[str]) -> torch.nn.Module:

@@ -1,0 +1,316 @@
+"""What a model's units compute for each other: found in one run of the model's own code, without its parameters.
+
+In that run units with state run on the meta device, and zeros take the place of what they return. A dispatch mode sees
+every operator between the units, and carries along from which results, inputs and own tensors a value comes. So each
+stage's needs are known exactly, whatever the code between the units does.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+
+from ferrodist.torch_private.autograd import version_of
+from ferrodist.torch_private.modes import DispatchMode
+from ferrodist.torch_private.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+Source: TypeAlias = "tuple[str, Any]"
+"""Where a value comes from: ("call", (number, leaf)), ("input", leaf), ("own", name), ("weight", name), ("inside",
+unit), ("random", operator)."""
+
+_NOTHING: frozenset[Source] = frozenset()
+_OF_SHAPE_ALONE = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
+    )
+)  # operators whose results don't depend on the values of their arguments
+
+
+class LeafShape(NamedTuple):
+    """A tensor in the result of a unit."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call of a unit."""
+
+    path: str
+    """The unit's name in the model."""
+    is_local: bool
+    """True if every stage makes it, because it depends on no other unit's result."""
+    sources: frozenset[Source]
+    """Where its arguments come from."""
+    leaves: tuple[Any, ...]
+    """The leaves of its result: a `LeafShape` for each tensor, other values as they are."""
+    spec: Any
+    """The structure of its result."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """A run of a model's code."""
+
+    calls: list[Call] = field(default_factory=list)
+    result: frozenset[Source] = _NOTHING
+    """Where the model's result comes from."""
+    reads: set[Source] = field(default_factory=set)
+    """Where values come from that the code reads as numbers, or that decide about shapes: every stage does that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """What goes from stage to stage."""
+
+    calls: tuple[Call, ...]
+    owners: tuple[int | None, ...]
+    """The stage of each call; None for those that every stage makes."""
+    last_calls: tuple[int, ...]
+    """For each stage the number of its last call, -1 without one."""
+    sent: tuple[tuple[tuple[int, int], ...], ...]
+    """For each stage but the last the results that the next one gets: (number of the call, leaf)."""
+    inputs_sent: tuple[frozenset[int], ...]
+    """For each stage but the last the leaves of the model's inputs whose values later stages need."""
+    own_uses: Mapping[str, tuple[int, ...]]
+    """For each own tensor that is used the stages that do."""
+
+
+class Tracer(DispatchMode):  # type: ignore[misc]
+    """Records a `Trace` while it is active; `call` takes the place of each unit's forward."""
+
+    def __init__(self, stateful: frozenset[str], shadows: Mapping[str, torch.nn.Module]) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self._stateful = stateful
+        self._shadows = shadows
+        self._sources: dict[int, tuple[Any, frozenset[Source]]] = {}  # by storage, which is kept alive
+        self._inside: str | None = None  # the unit that runs
+
+    def mark(self, tensor: torch.Tensor, *sources: Source) -> None:
+        """Set where a tensor comes from."""
+        memory = _memory_of(tensor)
+        self._sources[id(memory)] = memory, frozenset(sources)
+
+    def sources_of(self, value: Any) -> frozenset[Source]:
+        """Where the tensors in a nested value come from."""
+        found = [self._sources.get(id(_memory_of(tensor)), (None, _NOTHING))[1] for tensor in _tensors_in(value)]
+        return frozenset().union(*found)
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator; its results come from where its arguments do."""
+        result = func(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0]
+        if name in _OF_SHAPE_ALONE and self._inside is None:
+            return result
+        sources = self.sources_of((args, kwargs))
+        if self._inside is not None:
+            sources |= {("inside", self._inside)}
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            sources |= {("random", name)}
+        if not sources:
+            return result
+        outputs = list(_tensors_in(result))
+        is_read = torch.Tag.dynamic_output_shape in func.tags or not (outputs or name.endswith("_"))
+        if is_read and self._inside is None:
+            self.trace.reads |= sources
+        for tensor in outputs or _tensors_in((args, kwargs)):
+            memory = _memory_of(tensor)
+            before = self._sources.get(id(memory), (None, _NOTHING))[1]
+            self._sources[id(memory)] = memory, before | sources
+        return result
+
+    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a unit's call; returns zeros of its result's shapes, or the result of a call that depends on none."""
+        sources = self.sources_of((args, kwargs))
+        hidden = next((each for each in tree_leaves((args, kwargs)) if _holds_tensors(each)), None)
+        if hidden is not None:
+            raise ValueError(
+                f"module {path!r} gets {type(hidden).__name__}, an object that holds tensors, which can't go from stage"
+                " to stage: switch it off (use_cache=False for a cache of keys and values)"
+            )
+        if path not in self._stateful:
+            result = self._shadows[path](*args, **kwargs)
+            if not any(kind == "call" for kind, _ in self.sources_of(result)):
+                self.trace.calls.append(Call(path=path, is_local=True, sources=sources, leaves=(), spec=None))
+                return result
+        else:
+            result = self._run_on_meta(path, args, kwargs)
+        leaves, spec = tree_flatten(result)
+        number = len(self.trace.calls)
+        shapes = tuple(
+            LeafShape(tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else each for each in leaves
+        )
+        self.trace.calls.append(Call(path=path, is_local=False, sources=sources, leaves=shapes, spec=spec))
+        found = []
+        for index, leaf in enumerate(shapes):
+            if isinstance(leaf, LeafShape):
+                found.append(torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu"))
+                self.mark(found[-1], ("call", (number, index)))
+            else:
+                found.append(leaf)
+        return tree_unflatten(found, spec)
+
+    def _run_on_meta(self, path: str, args: Any, kwargs: Any) -> Any:
+        """The result of a unit on the meta device, or with zeros as parameters where its code needs values."""
+        shadow = self._shadows[path]
+        try:
+            given = tree_map(_to_meta, (args, kwargs))
+            versions = _versions(given)
+            result = self._run_inside(path, shadow, given)
+        except Exception:  # noqa: BLE001 - no kernel on meta, or code that decides by values
+            shadow = copy.deepcopy(shadow).to_empty(device="cpu")
+            for tensor in (*shadow.parameters(), *shadow.buffers()):
+                tensor.detach().zero_()
+            given = tree_map(_copied, (args, kwargs))
+            versions = _versions(given)
+            result = self._run_inside(path, shadow, given)
+        if _versions(given) != versions:
+            raise ValueError(
+                f"module {path!r} writes to its arguments in place, which other stages would not see: let it return"
+                " what it computes"
+            )
+        return result
+
+    def _run_inside(self, path: str, shadow: torch.nn.Module, arguments: Any) -> Any:
+        self._inside = path
+        try:
+            return shadow(*arguments[0], **arguments[1])
+        finally:
+            self._inside = None
+
+
+def find_flow(trace: Trace, owners: Mapping[str, int], num_stages: int) -> Flow:
+    """Find what each stage needs from earlier ones.
+
+    Args:
+        trace: A run of the model.
+        owners: The stage of each unit with state.
+        num_stages: Number of stages.
+
+    Raises:
+        ValueError: A stage needs what a later one computes, or what doesn't go from stage to stage.
+    """
+    stages: list[int | None] = []
+    needs: list[set[tuple[int, int]]] = [set() for _ in range(num_stages)]
+    inputs: list[set[int]] = [set() for _ in range(num_stages)]
+    own: dict[str, set[int]] = {}
+    draws: dict[str, set[int]] = {}
+
+    def use(sources: Iterable[Source], stage: int, what: str) -> None:
+        for kind, content in sources:
+            if kind == "call":
+                before = stages[content[0]]
+                assert before is not None, "results of local calls come from no call"
+                if before > stage:
+                    raise ValueError(
+                        f"{what} is in stage {stage}, and gets a result of {trace.calls[content[0]].path!r}, which is in"
+                        f" the later stage {before}: divide the model elsewhere, or into fewer stages"
+                    )
+                if before < stage:
+                    needs[stage].add(content)
+            elif kind == "input":
+                inputs[stage].add(content)
+            elif kind == "own":
+                own.setdefault(content, set()).add(stage)
+            elif kind == "random":
+                draws.setdefault(content, set()).add(stage)
+                if len(draws[content]) > 1:
+                    raise ValueError(
+                        f"{what} gets random numbers of {content}, which the model's code draws outside of its blocks and"
+                        " which an earlier stage uses too: each would draw others; make a module of that code"
+                    )
+            elif kind == "weight":
+                raise ValueError(
+                    f"the model's code reads the parameter {content!r} outside of its module's call, for {what}, and only"
+                    " one stage has it: call the module instead"
+                )
+            else:
+                raise ValueError(
+                    f"{what} gets a tensor that module {content!r} made, but didn't return; only results go from stage to"
+                    " stage: switch off what collects it (output_attentions, output_router_logits, use_cache)"
+                )
+
+    for call in trace.calls:
+        stage: int | None = None
+        if not call.is_local:
+            before = [stages[content[0]] or 0 for kind, content in call.sources if kind == "call"]
+            stage = owners[call.path] if call.path in owners else max(before, default=0)
+            use(call.sources, stage, f"module {call.path!r}")
+        stages.append(stage)
+    use(trace.result, num_stages - 1, "the model's result")
+    for stage in range(num_stages):
+        last = max((number for number, each in enumerate(stages) if each == stage), default=-1)
+        known = {source for source in trace.reads if source[0] in {"input", "own"}}
+        read = {
+            (kind, content)
+            for kind, content in trace.reads
+            if kind == "call" and content[0] < last and (stages[content[0]] or 0) != stage
+        }
+        use(known | read, stage, f"a value that the model's code reads in stage {stage}")
+    use([each for each in trace.reads if each[0] in {"weight", "inside"}], 0, "a value that the model's code reads")
+    return _make_flow(trace.calls, stages, needs, inputs, own)
+
+
+def _make_flow(
+    calls: Sequence[Call],
+    stages: Sequence[int | None],
+    needs: Sequence[set[tuple[int, int]]],
+    inputs: Sequence[set[int]],
+    own: Mapping[str, set[int]],
+) -> Flow:
+    num_stages = len(needs)
+    sent, inputs_sent = [], []
+    for stage in range(num_stages - 1):
+        later = set().union(*needs[stage + 1 :])
+        sent.append(tuple(sorted(key for key in later if (stages[key[0]] or 0) <= stage)))
+        inputs_sent.append(frozenset[int]().union(*inputs[stage + 1 :]))
+    last = [
+        max((number for number, each in enumerate(stages) if each == stage), default=-1) for stage in range(num_stages)
+    ]
+    return Flow(
+        calls=tuple(calls),
+        owners=tuple(stages),
+        last_calls=tuple(last),
+        sent=tuple(sent),
+        inputs_sent=tuple(inputs_sent),
+        own_uses={name: tuple(sorted(users)) for name, users in own.items()},
+    )
+
+
+def _memory_of(tensor: torch.Tensor) -> Any:
+    """What tensors share that are views of each other."""
+    return tensor.untyped_storage() if tensor.layout is torch.strided and not tensor.is_nested else tensor
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _holds_tensors(value: Any, levels: int = 3) -> bool:
+    """True for an object with tensors in its attributes, which `tree_leaves` doesn't see."""
+    if isinstance(value, (torch.Tensor, torch.nn.Module, type)) or not hasattr(value, "__dict__") or callable(value):
+        return False
+    inner = tree_leaves(list(vars(value).values()))
+    return any(isinstance(each, torch.Tensor) or (levels > 0 and _holds_tensors(each, levels - 1)) for each in inner)
+
+
+def _versions(value: Any) -> list[int]:
+    return [version_of(tensor) for tensor in _tensors_in(value)]
+
+
+def _to_meta(value: Any) -> Any:
+    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
