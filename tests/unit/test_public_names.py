@@ -161,6 +161,7 @@ PUBLIC = [
     "send",
     "send_object",
     "sendrecv",
+    "split_model",
     "use_group",
 ]
 

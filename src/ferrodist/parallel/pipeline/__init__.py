@@ -23,6 +23,7 @@ The modules::
 
 from ferrodist.errors import PipelineError
 from ferrodist.parallel.pipeline.microbatch import LossReduction, Microbatches
+from ferrodist.parallel.pipeline.model_stage import ModelStage
 from ferrodist.parallel.pipeline.pipeline import Pipeline
 from ferrodist.parallel.pipeline.schedule.build import PipelineSchedule, build_schedule
 from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind, Schedule
@@ -30,7 +31,6 @@ from ferrodist.parallel.pipeline.schedule.lowering import add_communication
 from ferrodist.parallel.pipeline.schedule.timeline import Costs, Timeline, count_activations, predict
 from ferrodist.parallel.pipeline.schedule.validate import check_schedule
 from ferrodist.parallel.pipeline.schedule.visualize import draw_text, plot
-from ferrodist.parallel.pipeline.model_stage import ModelStage
 from ferrodist.parallel.pipeline.split import Balance, Stages, find_shared, split_sequential
 from ferrodist.parallel.pipeline.split_model import split_model
 from ferrodist.parallel.pipeline.stage import PipelineOutput

@@ -32,6 +32,14 @@ _OF_SHAPE_ALONE = frozenset(
         *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
     )
 )  # operators whose results don't depend on the values of their arguments
+WEIGHT_READ = (
+    "the model's code reads the parameter {name!r} outside of its module's call, for {what}, and only one stage has it:"
+    " call the module instead"
+)
+NOT_RETURNED = (
+    "{what} gets a tensor that module {name!r} made, but didn't return; only results go from stage to stage: switch off"
+    " what collects it (output_attentions, output_router_logits, use_cache)"
+)
 
 
 class LeafShape(NamedTuple):
@@ -108,13 +116,15 @@ class Tracer(DispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator; its results come from where its arguments do."""
+        if self._inside is None and any(tensor.is_meta for tensor in _tensors_in((args, kwargs))):
+            self._refuse_meta(args, kwargs)
         result = func(*args, **(kwargs or {}))
         name = func.name().partition(".")[0]
         if name in _OF_SHAPE_ALONE and self._inside is None:
             return result
         sources = self.sources_of((args, kwargs))
         if self._inside is not None:
-            sources |= {("inside", self._inside)}
+            sources = frozenset(each for each in sources if each[0] != "weight") | {("inside", self._inside)}
         elif torch.Tag.nondeterministic_seeded in func.tags:
             sources |= {("random", name)}
         if not sources:
@@ -160,6 +170,14 @@ class Tracer(DispatchMode):  # type: ignore[misc]
                 found.append(leaf)
         return tree_unflatten(found, spec)
 
+    def _refuse_meta(self, args: Any, kwargs: Any) -> None:
+        """Raise for a tensor of a unit that the code between units uses, and that the unit didn't return."""
+        for kind, content in self.sources_of((args, kwargs)):
+            if kind == "weight":
+                raise ValueError(WEIGHT_READ.format(name=content, what="the code between modules"))
+            if kind == "inside":
+                raise ValueError(NOT_RETURNED.format(name=content, what="the code between modules"))
+
     def _run_on_meta(self, path: str, args: Any, kwargs: Any) -> Any:
         """The result of a unit on the meta device, or with zeros as parameters where its code needs values."""
         shadow = self._shadows[path]
@@ -200,90 +218,94 @@ def find_flow(trace: Trace, owners: Mapping[str, int], num_stages: int) -> Flow:
     Raises:
         ValueError: A stage needs what a later one computes, or what doesn't go from stage to stage.
     """
-    stages: list[int | None] = []
-    needs: list[set[tuple[int, int]]] = [set() for _ in range(num_stages)]
-    inputs: list[set[int]] = [set() for _ in range(num_stages)]
-    own: dict[str, set[int]] = {}
-    draws: dict[str, set[int]] = {}
-
-    def use(sources: Iterable[Source], stage: int, what: str) -> None:
-        for kind, content in sources:
-            if kind == "call":
-                before = stages[content[0]]
-                assert before is not None, "results of local calls come from no call"
-                if before > stage:
-                    raise ValueError(
-                        f"{what} is in stage {stage}, and gets a result of {trace.calls[content[0]].path!r}, which is in"
-                        f" the later stage {before}: divide the model elsewhere, or into fewer stages"
-                    )
-                if before < stage:
-                    needs[stage].add(content)
-            elif kind == "input":
-                inputs[stage].add(content)
-            elif kind == "own":
-                own.setdefault(content, set()).add(stage)
-            elif kind == "random":
-                draws.setdefault(content, set()).add(stage)
-                if len(draws[content]) > 1:
-                    raise ValueError(
-                        f"{what} gets random numbers of {content}, which the model's code draws outside of its blocks and"
-                        " which an earlier stage uses too: each would draw others; make a module of that code"
-                    )
-            elif kind == "weight":
-                raise ValueError(
-                    f"the model's code reads the parameter {content!r} outside of its module's call, for {what}, and only"
-                    " one stage has it: call the module instead"
-                )
-            else:
-                raise ValueError(
-                    f"{what} gets a tensor that module {content!r} made, but didn't return; only results go from stage to"
-                    " stage: switch off what collects it (output_attentions, output_router_logits, use_cache)"
-                )
-
+    needs = _Needs(trace.calls, num_stages)
     for call in trace.calls:
         stage: int | None = None
         if not call.is_local:
-            before = [stages[content[0]] or 0 for kind, content in call.sources if kind == "call"]
+            before = [needs.stages[content[0]] or 0 for kind, content in call.sources if kind == "call"]
             stage = owners[call.path] if call.path in owners else max(before, default=0)
-            use(call.sources, stage, f"module {call.path!r}")
-        stages.append(stage)
-    use(trace.result, num_stages - 1, "the model's result")
-    for stage in range(num_stages):
-        last = max((number for number, each in enumerate(stages) if each == stage), default=-1)
-        known = {source for source in trace.reads if source[0] in {"input", "own"}}
+            needs.add(call.sources, stage, f"module {call.path!r}")
+        needs.stages.append(stage)
+    needs.add(trace.result, num_stages - 1, "the model's result")
+    last_calls = needs.last_calls()
+    for stage, last in enumerate(last_calls):
         read = {
             (kind, content)
             for kind, content in trace.reads
-            if kind == "call" and content[0] < last and (stages[content[0]] or 0) != stage
+            if kind in {"input", "own", "weight", "inside"} or (kind == "call" and content[0] < last)
         }
-        use(known | read, stage, f"a value that the model's code reads in stage {stage}")
-    use([each for each in trace.reads if each[0] in {"weight", "inside"}], 0, "a value that the model's code reads")
-    return _make_flow(trace.calls, stages, needs, inputs, own)
+        needs.add(read, stage, f"a value that the model's code reads in stage {stage}")
+    return _make_flow(trace.calls, needs, last_calls)
 
 
-def _make_flow(
-    calls: Sequence[Call],
-    stages: Sequence[int | None],
-    needs: Sequence[set[tuple[int, int]]],
-    inputs: Sequence[set[int]],
-    own: Mapping[str, set[int]],
-) -> Flow:
-    num_stages = len(needs)
+class _Needs:
+    """What each stage needs, added use by use."""
+
+    def __init__(self, calls: Sequence[Call], num_stages: int) -> None:
+        self._calls = calls
+        self.stages: list[int | None] = []
+        """The stage of each call so far."""
+        self.results: list[set[tuple[int, int]]] = [set() for _ in range(num_stages)]
+        self.inputs: list[set[int]] = [set() for _ in range(num_stages)]
+        self.own: dict[str, set[int]] = {}
+        self._draws: dict[str, set[int]] = {}
+
+    def add(self, sources: Iterable[Source], stage: int, what: str) -> None:
+        """Add that something in a stage uses values from these sources; ``what`` names it in errors."""
+        for kind, content in sources:
+            match kind:
+                case "call":
+                    self._add_result(content, stage, what)
+                case "input":
+                    self.inputs[stage].add(content)
+                case "own":
+                    self.own.setdefault(content, set()).add(stage)
+                case "random":
+                    users = self._draws.setdefault(content, set())
+                    users.add(stage)
+                    if len(users) > 1:
+                        raise ValueError(
+                            f"{what} gets random numbers of {content}, which the model's code draws outside of its"
+                            " blocks and which another stage uses, too: each would draw others; make a module of that"
+                            " code"
+                        )
+                case "weight":
+                    raise ValueError(WEIGHT_READ.format(name=content, what=what))
+                case _:
+                    raise ValueError(NOT_RETURNED.format(name=content, what=what))
+
+    def last_calls(self) -> list[int]:
+        """For each stage the number of its last call, -1 without one."""
+        return [
+            max((number for number, each in enumerate(self.stages) if each == stage), default=-1)
+            for stage in range(len(self.results))
+        ]
+
+    def _add_result(self, key: tuple[int, int], stage: int, what: str) -> None:
+        before = self.stages[key[0]]
+        assert before is not None, "results of local calls come from no call"
+        if before > stage:
+            raise ValueError(
+                f"{what} is in stage {stage}, and gets a result of {self._calls[key[0]].path!r}, which is in the later"
+                f" stage {before}: divide the model elsewhere, or into fewer stages"
+            )
+        if before < stage:
+            self.results[stage].add(key)
+
+
+def _make_flow(calls: Sequence[Call], needs: _Needs, last_calls: Sequence[int]) -> Flow:
     sent, inputs_sent = [], []
-    for stage in range(num_stages - 1):
-        later = set().union(*needs[stage + 1 :])
-        sent.append(tuple(sorted(key for key in later if (stages[key[0]] or 0) <= stage)))
-        inputs_sent.append(frozenset[int]().union(*inputs[stage + 1 :]))
-    last = [
-        max((number for number, each in enumerate(stages) if each == stage), default=-1) for stage in range(num_stages)
-    ]
+    for stage in range(len(last_calls) - 1):
+        later = set().union(*needs.results[stage + 1 :])
+        sent.append(tuple(sorted(key for key in later if (needs.stages[key[0]] or 0) <= stage)))
+        inputs_sent.append(frozenset[int]().union(*needs.inputs[stage + 1 :]))
     return Flow(
         calls=tuple(calls),
-        owners=tuple(stages),
-        last_calls=tuple(last),
+        owners=tuple(needs.stages),
+        last_calls=tuple(last_calls),
         sent=tuple(sent),
         inputs_sent=tuple(inputs_sent),
-        own_uses={name: tuple(sorted(users)) for name, users in own.items()},
+        own_uses={name: tuple(sorted(users)) for name, users in needs.own.items()},
     )
 
 

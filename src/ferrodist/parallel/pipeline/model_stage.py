@@ -121,16 +121,17 @@ def _make_proxy(face: torch.nn.Module, path: str, switch: _Switch) -> torch.nn.M
             )
         return switch.call(path, args, kwargs)
 
-    kind = _proxy_class(type(face))
+    kind: type[torch.nn.Module] = _proxy_class(type(face))  # type: ignore[arg-type] # any class has a hash
     proxy = kind.__new__(kind)
     vars(proxy).update(vars(face))
+    vars(proxy).pop("forward", None)  # modules may have one of their own
     clear_hooks(proxy)
     vars(proxy)["_ferrodist_forward"] = forward
     return proxy
 
 
 class ModelDivision:
-    """What the stages of a model have in common: its units, how values flow between them, and what runs that find it."""
+    """What the stages of a model have in common: its units, and how values flow between them."""
 
     def __init__(self, model: torch.nn.Module, units: ModelUnits, output: Callable[[Any], Any]) -> None:
         self.name = type(model).__name__
@@ -139,6 +140,14 @@ class ModelDivision:
         self.skeleton = Skeleton(model, units)
         shadow = copy_without_memory(model, units, lambda tensor: torch.empty_like(tensor, device="meta"))
         self._shadows = {path: shadow.get_submodule(path) for path in units.units}
+        for path, unit in self._shadows.items():  # so that hooks on parts of a unit see its run
+            own_modules(self.skeleton.model.get_submodule(path)).clear()
+            own_modules(self.skeleton.model.get_submodule(path)).update(own_modules(unit))
+        self._weights = {
+            f"{path}.{name}": tensor
+            for path in units.stateful
+            for name, tensor in (*self._shadows[path].named_parameters(), *self._shadows[path].named_buffers())
+        }
         self.own = {name: copy_to_host(tensor) for name, tensor in units.own.items()}
         self.owners: dict[str, int] = {}
         self.num_stages = 1
@@ -161,7 +170,7 @@ class ModelDivision:
             self.skeleton.install(self.own)
             for name, tensor in self.own.items():
                 tracer.mark(tensor, ("own", name))
-            for name, tensor in self.skeleton.weights.items():
+            for name, tensor in (*self.skeleton.weights.items(), *self._weights.items()):
                 tracer.mark(tensor, ("weight", name))
             try:
                 with tracer:
@@ -327,8 +336,8 @@ class ModelStage(ModulePart):
             except AttributeError:
                 if self._index in flow.own_uses.get(name, ()):
                     raise ValueError(
-                        f"stage {self._index} needs {name!r} for these inputs, but not for the sample with which the model"
-                        " was split: pass a sample like the batches"
+                        f"stage {self._index} needs {name!r} for these inputs, but not for the sample with which the"
+                        " model was split: pass a sample like the batches"
                     ) from None
         skeleton.install(own)
         return skeleton
@@ -348,8 +357,8 @@ class _StageRun:
         self._received = dict(zip(flow.sent[index - 1], values, strict=False)) if index else {}
         if len(self._received) != len(values):
             raise RuntimeError(
-                f"stage {index} expects {len(self._received)} values of earlier stages, and got {len(values)}: the stages"
-                " were not split from the same model, or are not in the same mode of training"
+                f"stage {index} expects {len(self._received)} values of earlier stages, and got {len(values)}: the"
+                " stages were not split from the same model, or are not in the same mode of training"
             )
         self._next = 0
         self._wanted = set(flow.sent[index]) if index < len(flow.sent) else set()

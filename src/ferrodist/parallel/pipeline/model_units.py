@@ -64,22 +64,25 @@ def find_units(model: torch.nn.Module, lists: Sequence[str] | None) -> ModelUnit
     for path in found:
         names = path.split(".")
         containers.update(".".join(names[:count]) for count in range(1, len(names) + 1))
+    return _collect(model, containers, found)
+
+
+def _collect(model: torch.nn.Module, containers: set[str], lists: Sequence[str]) -> ModelUnits:
     units: dict[str, torch.nn.Module] = {}
     own: dict[str, torch.Tensor] = {}
     for path, container in model.named_modules(remove_duplicate=False):
         if path not in containers:
             continue
         prefix = f"{path}." if path else ""
-        for name, tensor in (*own_parameters(container).items(), *own_buffers(container).items()):
-            if tensor is not None:
-                own[prefix + name] = tensor
+        tensors = {**own_parameters(container), **own_buffers(container)}
+        own.update({prefix + name: tensor for name, tensor in tensors.items() if tensor is not None})
         for name, child in own_modules(container).items():
             if child is not None and prefix + name not in containers:
                 units[prefix + name] = child
     return ModelUnits(
         units=units,
         stateful=frozenset(path for path, unit in units.items() if unit.state_dict(keep_vars=True)),
-        blocks=frozenset(path for path in units if path.rpartition(".")[0] in found),
+        blocks=frozenset(path for path in units if path.rpartition(".")[0] in lists),
         own=own,
     )
 
@@ -125,8 +128,8 @@ def copy_without_memory(
 ) -> Any:
     """A copy of a model in which units with state have ``stand_in(tensor)`` for each tensor.
 
-    The rest is on the CPU. Values of tensors on the meta device are zeros there. Caches of keys and values are switched off in its
-    configurations, and the units have no hooks.
+    The rest is on the CPU. Values of tensors on the meta device are zeros there. Caches of keys and values are switched
+    off in its configurations, and the units have no hooks.
 
     Raises:
         ValueError: The model can't be copied.
@@ -149,7 +152,7 @@ def copy_without_memory(
             f" parameters: {error}"
         ) from error
     for module in copied_model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
     for path in units.units:
