@@ -172,11 +172,10 @@ class Tracer(DispatchMode):  # type: ignore[misc]
 
     def _refuse_meta(self, args: Any, kwargs: Any) -> None:
         """Raise for a tensor of a unit that the code between units uses, and that the unit didn't return."""
-        for kind, content in self.sources_of((args, kwargs)):
-            if kind == "weight":
-                raise ValueError(WEIGHT_READ.format(name=content, what="the code between modules"))
-            if kind == "inside":
-                raise ValueError(NOT_RETURNED.format(name=content, what="the code between modules"))
+        found = {kind: content for kind, content in self.sources_of((args, kwargs)) if kind in {"weight", "inside"}}
+        for kind, message in (("weight", WEIGHT_READ), ("inside", NOT_RETURNED)):  # views of weights are both
+            if kind in found:
+                raise ValueError(message.format(name=found[kind], what="the code between modules"))
 
     def _run_on_meta(self, path: str, args: Any, kwargs: Any) -> Any:
         """The result of a unit on the meta device, or with zeros as parameters where its code needs values."""
@@ -186,9 +185,7 @@ class Tracer(DispatchMode):  # type: ignore[misc]
             versions = _versions(given)
             result = self._run_inside(path, shadow, given)
         except Exception:  # noqa: BLE001 - no kernel on meta, or code that decides by values
-            shadow = copy.deepcopy(shadow).to_empty(device="cpu")
-            for tensor in (*shadow.parameters(), *shadow.buffers()):
-                tensor.detach().zero_()
+            shadow = self._with_zeros(path)
             given = tree_map(_copied, (args, kwargs))
             versions = _versions(given)
             result = self._run_inside(path, shadow, given)
@@ -198,6 +195,17 @@ class Tracer(DispatchMode):  # type: ignore[misc]
                 " what it computes"
             )
         return result
+
+    def _with_zeros(self, path: str) -> torch.nn.Module:
+        """A copy of a unit's shadow on the CPU."""
+        self._inside = path
+        try:
+            shadow = copy.deepcopy(self._shadows[path]).to_empty(device="cpu")
+            for tensor in (*shadow.parameters(), *shadow.buffers()):
+                tensor.detach().zero_()
+            return shadow
+        finally:
+            self._inside = None
 
     def _run_inside(self, path: str, shadow: torch.nn.Module, arguments: Any) -> Any:
         self._inside = path
