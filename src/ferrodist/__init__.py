@@ -12,7 +12,8 @@
                   empty_symmetric; gpu_allreduce, gpu_broadcast
     objects       all_gather_object, broadcast_object, gather_object, scatter_object, send_object, recv_object
     messages      send, recv, recv_into, sendrecv, batch(Send, Recv), ANY_SOURCE
-    training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks; parallelize and the styles of its plans
+    training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks; parallelize and the styles of its plans;
+                  register_forward_method, join_forward_method
     tensors       DeviceMesh; DTensor, distribute, factories; Shard, Replicate, Partial; allow_replication,
                   record_redistributions
     pipelines     Pipeline, PipelineSchedule, PipelineOutput, Microbatches, LossReduction; schedules and what splits
@@ -129,6 +130,8 @@ if TYPE_CHECKING:
     from ferrodist.parallel.fsdp import ShardingStrategy as ShardingStrategy
     from ferrodist.parallel.fsdp import by_class as by_class
     from ferrodist.parallel.fsdp import by_size as by_size
+    from ferrodist.parallel.fsdp import join_forward_method as join_forward_method
+    from ferrodist.parallel.fsdp import register_forward_method as register_forward_method
     from ferrodist.parallel.local_sgd import DiLoCo as DiLoCo
     from ferrodist.parallel.local_sgd import LocalSGD as LocalSGD
     from ferrodist.parallel.pipeline import LossReduction as LossReduction
@@ -193,7 +196,8 @@ _NAMES_BY_MODULE = {
     "errors": " ".join(name for name in errors.__all__ if name[0].isupper()),
     "mesh": "DeviceMesh",
     "parallel.ddp": "DDP GradientBucket comm_hooks",
-    "parallel.fsdp": "FSDP MixedPrecision ShardingStrategy by_class by_size",
+    "parallel.fsdp": "FSDP MixedPrecision ShardingStrategy by_class by_size join_forward_method"
+    " register_forward_method",
     "parallel.local_sgd": "DiLoCo LocalSGD",
     "parallel.pipeline": "LossReduction Microbatches Pipeline PipelineOutput PipelineSchedule",
     "parallel.sync_batch_norm": "SyncBatchNorm1d SyncBatchNorm2d SyncBatchNorm3d convert_sync_batchnorm",
