@@ -12,8 +12,8 @@
                   empty_symmetric; gpu_allreduce, gpu_broadcast
     objects       all_gather_object, broadcast_object, gather_object, scatter_object, send_object, recv_object
     messages      send, recv, recv_into, sendrecv, batch(Send, Recv), ANY_SOURCE
-    training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks; parallelize and the styles of its plans;
-                  register_forward_method, join_forward_method
+    training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks; register_forward_method, join_forward_method;
+                  parallelize and the styles of its plans
     tensors       DeviceMesh; DTensor, distribute, factories; Shard, Replicate, Partial; allow_replication,
                   record_redistributions
     pipelines     Pipeline, PipelineSchedule, PipelineOutput, Microbatches, LossReduction; schedules and what splits

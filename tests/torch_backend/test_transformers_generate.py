@@ -120,7 +120,7 @@ def test_a_method_under_a_plan():
         assert [write(mine, 0, beginning, way) for way in WAYS] == expected
         for length in (1, 9):
             torch.manual_seed(group.rank)
-            with pytest.raises(CollectiveMismatchError, match="differ between ranks.*the same seed"):
+            with pytest.raises(CollectiveMismatchError, match=r"differ between ranks.*the same seed"):
                 mine.generate(words(3, 4), max_new_tokens=length, **WAYS[1])
         assert write(mine, 0, beginning, WAYS[0]) == expected[0]
 
@@ -148,7 +148,7 @@ def test_an_error_under_a_plan(failing):
     def program(group):
         mine = fd.parallelize(copy.deepcopy(model), fd.DeviceMesh(group, (-1,), ("tensor",)), plan)
         fails = group.rank in failing
-        with pytest.raises(ValueError if fails else CollectiveMismatchError, match="a rule of its own|end_of_method"):
+        with pytest.raises(ValueError if fails else CollectiveMismatchError, match=r"a rule of its own|end_of_method"):
             write(mine, 1, beginning, {**WAYS[0], "stopping_criteria": [Failing(fails=fails)]})
         assert (group.failure is None) == (len(failing) == 2)
 
@@ -158,8 +158,9 @@ def test_an_error_under_a_plan(failing):
 @pytest.mark.parametrize("family", [llama, mixtral])
 def test_a_sharded_model_under_a_plan(family):
     """The ranks of an axis with one text have the same tokens; the texts of the other axis end at other lengths."""
-    model, plan, batch, beginning = made(family)
-    expected = [[write(copy.deepcopy(model), rank, beginning, way) for way in WAYS] for rank in range(2)]
+    model, plan, _, beginning = made(family)
+    ways = WAYS[:4] if family is llama else WAYS[:2]
+    expected = [[write(copy.deepcopy(model), rank, beginning, way) for way in ways] for rank in range(2)]
 
     def program(group):
         mesh = fd.DeviceMesh(group, (2, 2), ("data", "tensor"))
@@ -167,7 +168,7 @@ def test_a_sharded_model_under_a_plan(family):
         fsdp = fd.FSDP(mine, mesh["data"], wrap=is_block)
         fd.register_forward_method(fsdp, "generate")
         rank = mesh["data"].group.rank
-        for way, tokens in zip(WAYS, expected[rank], strict=True):
+        for way, tokens in zip(ways, expected[rank], strict=True):
             assert write(fsdp, rank, beginning, way) == tokens
         fails = rank == 1
         with pytest.raises(ValueError if fails else RankFailedError, match="a rule of its own"):

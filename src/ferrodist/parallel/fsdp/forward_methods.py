@@ -1,4 +1,4 @@
-"""Methods of an FSDP's model that call its forward, as ``generate`` does, and may be called on the model or the FSDP."""
+"""Methods of an FSDP's model that call its forward, as ``generate`` does, called on the FSDP or on the model."""
 
 from __future__ import annotations
 
