@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ferrodist.arguments import check_type
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.parallel.tensor_parallel.experts import ExpertParallel, ExpertStyle, TensorParallelExperts
 from ferrodist.parallel.tensor_parallel.family_plans import BASE_PLANS, HEAD_PLAN
 from ferrodist.parallel.tensor_parallel.styles import (
     ColumnParallel,
@@ -48,10 +50,9 @@ MODULE_STYLES: Mapping[str, Style] = {
     "replicate": _REPLICATED,
     "replicated_with_grad_allreduce": _REPLICATED,
     "mla_kv_a_proj": _REPLICATED,
-    "moe_identity_expert": _REPLICATED,
-    # The owners of parameters that the plan names, too:
-    "moe_tp_experts": Style(wanted=Replicate(), outputs=Replicate()),
-    "local_params": _REPLICATED,
+    "local_params": _REPLICATED,  # the plan names its parameters
+    "moe_tp_experts": TensorParallelExperts(),
+    "ep_dispatch_experts": ExpertParallel(),
 }
 """The styles of modules, by transformers' names."""
 
@@ -60,6 +61,7 @@ _PARAMETER_PLACEMENTS: Mapping[str, Callable[[int], Placement]] = {
     "rowwise": lambda ndim: Shard(ndim - 1) if ndim > 1 else Replicate(),
     "packed_colwise": lambda ndim: Shard(ndim - 2, blocks=2) if ndim > 1 else Shard(0),
     "packed_rowwise": lambda ndim: Shard(ndim - 1, blocks=2) if ndim > 1 else Replicate(),
+    "grouped_gemm": lambda _: Shard(0),
     "replicate": lambda _: Replicate(),
     "replicated_with_grad_allreduce": lambda _: Replicate(),
 }
@@ -175,7 +177,10 @@ def _add_placements(found: dict[str, Style], placed: Mapping[str, Mapping[str, P
     for owner, placements in placed.items():
         patterns = [pattern for pattern in found if _matching(pattern, [owner])]
         style = found[patterns[0]] if patterns else _REPLICATED
-        plan[owner] = Style(parameters=placements, wanted=style.wanted, outputs=style.outputs)
+        if isinstance(style, ExpertStyle):
+            plan[owner] = replace(style, parameters=placements)
+        else:
+            plan[owner] = Style(parameters=placements, wanted=style.wanted, outputs=style.outputs)
         for pattern in patterns:
             plan.pop(pattern, None)
     return plan

@@ -13,6 +13,7 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.module_init import materialise, verify_across_ranks
 from ferrodist.parallel.tensor_parallel.async_linear import AsyncTPLinear
+from ferrodist.parallel.tensor_parallel.experts import ExpertStyle
 from ferrodist.parallel.tensor_parallel.model_plan import read_plan
 from ferrodist.parallel.tensor_parallel.plan import check_tensors, parameter_placements, plan_lines, resolve_plan
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
@@ -211,6 +212,9 @@ def _distribute(
 
 
 def _wrap_forward(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placement | None = None) -> None:
+    if isinstance(style, ExpertStyle):
+        module.forward = style.make_forward(module, mesh)
+        return
     forward = module.forward
     if isinstance(style, ColumnParallel) and style.chunks > 1:
         assert isinstance(module, nn.Linear), "the style has checked it"
