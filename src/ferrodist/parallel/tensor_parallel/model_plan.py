@@ -101,7 +101,15 @@ def _find_family_plan(module: nn.Module) -> dict[str, Style | str]:
     prefix = getattr(module, "base_model_prefix", "")
     start = f"{prefix}." if prefix and isinstance(getattr(module, prefix, None), nn.Module) else ""
     plan = {f"{start}{path}": style for path, style in base.items()}
-    return {**plan, **HEAD_PLAN} if base else {}
+    heads = {path: style for path, style in HEAD_PLAN.items() if isinstance(_find_module(module, path), nn.Linear)}
+    return {**plan, **heads} if base else {}
+
+
+def _find_module(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def read_plan(module: nn.Module, plan: Mapping[str, Style | str] | str) -> dict[str, Style]:
