@@ -159,6 +159,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.tensor_parallel import Style as Style
     from ferrodist.parallel.tensor_parallel import TensorParallelExperts as TensorParallelExperts
     from ferrodist.parallel.tensor_parallel import VocabularyParallel as VocabularyParallel
+    from ferrodist.parallel.tensor_parallel import describe_plan as describe_plan
     from ferrodist.parallel.tensor_parallel import expert_loads as expert_loads
     from ferrodist.parallel.tensor_parallel import parallelize as parallelize
     from ferrodist.parallel.tensor_parallel import parallelize_experts as parallelize_experts
@@ -214,7 +215,7 @@ _NAMES_BY_MODULE = {
     "parallel.sync_batch_norm": "SyncBatchNorm1d SyncBatchNorm2d SyncBatchNorm3d convert_sync_batchnorm",
     "parallel.tensor_parallel": "ColumnParallel ColumnParallelLinear ExpertLoad ExpertParallel ParallelAttention"
     " ParallelEmbedding RowParallel RowParallelLinear SequenceParallel Style TensorParallelExperts VocabularyParallel"
-    " expert_loads parallelize parallelize_experts update_expert_bias",
+    " describe_plan expert_loads parallelize parallelize_experts update_expert_bias",
     "tensor": "factories",
     "tensor.dtensor": "DTensor",
     "tensor.factories": "distribute",

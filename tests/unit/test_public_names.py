@@ -133,6 +133,7 @@ PUBLIC = [
     "context_unshard",
     "convert_sync_batchnorm",
     "default_group",
+    "describe_plan",
     "destroy_process_group",
     "distribute",
     "empty_symmetric",

@@ -7,6 +7,8 @@
     layers.py         layers that are made sharded     async_linear.py      gathering overlapped with products
     experts.py        styles of experts                expert_forwards.py   experts' code on local tensors
     token_routing.py  tokens on their way to experts   expert_load.py       how many each expert got
+    model_plan.py     a model's own plan, by names     family_plans.py     plans of families that have none
+    plan_description.py     a plan as a table
     parallelize_experts.py  experts of a model whose ranks have different tokens
 """
 
@@ -20,6 +22,7 @@ from ferrodist.parallel.tensor_parallel.layers import (
 )
 from ferrodist.parallel.tensor_parallel.parallelize import parallelize
 from ferrodist.parallel.tensor_parallel.parallelize_experts import parallelize_experts
+from ferrodist.parallel.tensor_parallel.plan_description import describe_plan
 from ferrodist.parallel.tensor_parallel.styles import (
     ColumnParallel,
     RowParallel,
@@ -41,6 +44,7 @@ __all__ = [
     "Style",
     "TensorParallelExperts",
     "VocabularyParallel",
+    "describe_plan",
     "expert_loads",
     "parallelize",
     "parallelize_experts",
