@@ -126,7 +126,9 @@ PUBLIC = [
     "coalesce",
     "comm_hooks",
     "compute_shard_sizes",
+    "context_parallel",
     "context_shard",
+    "context_shard_batch",
     "context_unshard",
     "convert_sync_batchnorm",
     "default_group",
@@ -165,6 +167,7 @@ PUBLIC = [
     "send",
     "send_object",
     "sendrecv",
+    "ulysses_attention",
     "use_group",
 ]
 
