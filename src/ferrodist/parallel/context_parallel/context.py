@@ -15,6 +15,7 @@ from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.context_parallel.agreement import compare_calls
 from ferrodist.parallel.context_parallel.ring import ring_attention
 from ferrodist.parallel.context_parallel.ulysses import ulysses_attention
+from ferrodist.torch_private.autograd import run_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -159,8 +160,13 @@ def _backward(
     create_graph: bool = False,  # noqa: FBT001, FBT002
     inputs: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """`torch.Tensor.backward`, which a mode can't call while it is active."""
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+    """`torch.Tensor.backward` by the engine itself: torch's functions hand the call to the mode, and leave that."""
+    if inputs is not None or (gradient is None and tensor.numel() != 1):  # torch checks these
+        torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+        return
+    gradient = torch.ones_like(tensor) if gradient is None else gradient
+    keep = create_graph if retain_graph is None else retain_graph
+    run_backward((tensor,), (gradient,), keep, create_graph, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _raise_on_all_ranks(error: ValueError, group: Backend, timeout: float) -> NoReturn:
