@@ -150,14 +150,21 @@ if TYPE_CHECKING:
     from ferrodist.parallel.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
     from ferrodist.parallel.tensor_parallel import ColumnParallel as ColumnParallel
     from ferrodist.parallel.tensor_parallel import ColumnParallelLinear as ColumnParallelLinear
+    from ferrodist.parallel.tensor_parallel import ExpertLoad as ExpertLoad
+    from ferrodist.parallel.tensor_parallel import ExpertParallel as ExpertParallel
     from ferrodist.parallel.tensor_parallel import ParallelAttention as ParallelAttention
     from ferrodist.parallel.tensor_parallel import ParallelEmbedding as ParallelEmbedding
     from ferrodist.parallel.tensor_parallel import RowParallel as RowParallel
     from ferrodist.parallel.tensor_parallel import RowParallelLinear as RowParallelLinear
     from ferrodist.parallel.tensor_parallel import SequenceParallel as SequenceParallel
     from ferrodist.parallel.tensor_parallel import Style as Style
+    from ferrodist.parallel.tensor_parallel import TensorParallelExperts as TensorParallelExperts
     from ferrodist.parallel.tensor_parallel import VocabularyParallel as VocabularyParallel
+    from ferrodist.parallel.tensor_parallel import describe_plan as describe_plan
+    from ferrodist.parallel.tensor_parallel import expert_loads as expert_loads
     from ferrodist.parallel.tensor_parallel import parallelize as parallelize
+    from ferrodist.parallel.tensor_parallel import parallelize_experts as parallelize_experts
+    from ferrodist.parallel.tensor_parallel import update_expert_bias as update_expert_bias
     from ferrodist.tensor import factories as factories
     from ferrodist.tensor.dtensor import DTensor as DTensor
     from ferrodist.tensor.factories import distribute as distribute
@@ -207,8 +214,9 @@ _NAMES_BY_MODULE = {
     "parallel.local_sgd": "DiLoCo LocalSGD",
     "parallel.pipeline": "LossReduction Microbatches Pipeline PipelineOutput PipelineSchedule",
     "parallel.sync_batch_norm": "SyncBatchNorm1d SyncBatchNorm2d SyncBatchNorm3d convert_sync_batchnorm",
-    "parallel.tensor_parallel": "ColumnParallel ColumnParallelLinear ParallelAttention ParallelEmbedding RowParallel"
-    " RowParallelLinear SequenceParallel Style VocabularyParallel parallelize",
+    "parallel.tensor_parallel": "ColumnParallel ColumnParallelLinear ExpertLoad ExpertParallel ParallelAttention"
+    " ParallelEmbedding RowParallel RowParallelLinear SequenceParallel Style TensorParallelExperts VocabularyParallel"
+    " describe_plan expert_loads parallelize parallelize_experts update_expert_bias",
     "tensor": "factories",
     "tensor.dtensor": "DTensor",
     "tensor.factories": "distribute",
