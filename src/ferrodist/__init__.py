@@ -14,7 +14,8 @@
     messages      send, recv, recv_into, sendrecv, batch(Send, Recv), ANY_SOURCE
     training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks; parallelize and the styles of its plans
     generation    register_forward_method, join_forward_method
-    sequences     ring_attention; context_shard, context_unshard
+    sequences     context_parallel, context_shard_batch; ring_attention, ulysses_attention; context_shard,
+                  context_unshard
     tensors       DeviceMesh; DTensor, distribute, factories; Shard, Replicate, Partial; allow_replication,
                   record_redistributions
     pipelines     Pipeline, PipelineSchedule, PipelineOutput, Microbatches, LossReduction; schedules and what splits
@@ -123,9 +124,12 @@ if TYPE_CHECKING:
     from ferrodist.errors import SizeMismatchError as SizeMismatchError
     from ferrodist.errors import UnsupportedOpError as UnsupportedOpError
     from ferrodist.mesh import DeviceMesh as DeviceMesh
+    from ferrodist.parallel.context_parallel import context_parallel as context_parallel
     from ferrodist.parallel.context_parallel import context_shard as context_shard
+    from ferrodist.parallel.context_parallel import context_shard_batch as context_shard_batch
     from ferrodist.parallel.context_parallel import context_unshard as context_unshard
     from ferrodist.parallel.context_parallel import ring_attention as ring_attention
+    from ferrodist.parallel.context_parallel import ulysses_attention as ulysses_attention
     from ferrodist.parallel.ddp import DDP as DDP
     from ferrodist.parallel.ddp import GradientBucket as GradientBucket
     from ferrodist.parallel.ddp import comm_hooks as comm_hooks
@@ -206,7 +210,8 @@ _NAMES_BY_MODULE = {
     "deadline": "DEFAULT_COLLECTIVE_TIMEOUT",
     "errors": " ".join(name for name in errors.__all__ if name[0].isupper()),
     "mesh": "DeviceMesh",
-    "parallel.context_parallel": "context_shard context_unshard ring_attention",
+    "parallel.context_parallel": "context_parallel context_shard context_shard_batch context_unshard ring_attention"
+    " ulysses_attention",
     "parallel.ddp": "DDP GradientBucket comm_hooks",
     "parallel.fsdp": "FSDP MixedPrecision ShardingStrategy by_class by_size join_forward_method"
     " register_forward_method",

@@ -15,7 +15,6 @@ _HINTS = {
     "broadcast_object_list": "use ferrodist.broadcast_object, which takes one value and returns the root's",
     "ColwiseParallel": "use ferrodist.ColumnParallel",
     "default_pg_timeout": "use ferrodist.DEFAULT_COLLECTIVE_TIMEOUT, in seconds",
-    "context_parallel": "use ferrodist.ring_attention",
     "distribute_module": "use ferrodist.parallelize",
     "distribute_tensor": "use ferrodist.distribute",
     "DistributedDataParallel": "use ferrodist.DDP",

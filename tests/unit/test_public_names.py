@@ -129,7 +129,9 @@ PUBLIC = [
     "coalesce",
     "comm_hooks",
     "compute_shard_sizes",
+    "context_parallel",
     "context_shard",
+    "context_shard_batch",
     "context_unshard",
     "convert_sync_batchnorm",
     "default_group",
@@ -173,6 +175,7 @@ PUBLIC = [
     "send",
     "send_object",
     "sendrecv",
+    "ulysses_attention",
     "update_expert_bias",
     "use_group",
 ]
