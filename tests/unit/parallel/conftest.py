@@ -4,11 +4,9 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _device_guard():
-    """Let torch 2.10 survive compiled modules in ranks that are threads: docs/torch-backend.md has the limit.
-
-    It keeps a device guard in the memory of the first thread that makes fake tensors. This thread outlives the ranks'.
-    """
-    if torch.__version__.startswith("2.10."):
-        torch._C._ensureCUDADeviceGuardSet()
+@pytest.fixture
+def compiles_in_threads():
+    """Skip a test that compiles in ranks that are threads where torch does not survive it."""
+    is_without_gpu = torch.version.cuda is not None and not torch.cuda.is_available()
+    if torch.__version__.startswith("2.10.") and is_without_gpu:
+        pytest.skip("torch 2.10 for CUDA without a GPU crashes after a thread that compiled has ended")

@@ -24,6 +24,7 @@ from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate
 from ferrodist.tensor.plain_tensors import ACTIVE_CHECK, BACKWARD_CHECKS, is_plain
 from ferrodist.tensor.replica_check import ReplicaCheck
+from ferrodist.tensor.replication_warnings import ReplicationWarnings
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
@@ -211,19 +212,26 @@ class ParallelState:
     """The state that the modules of a parallel model share.
 
     ``gathers``: results become full plain tensors if a module is called from outside. ``checks``: ranks compare each
-    plain tensor when it is used, and the inputs too.
+    plain tensor when it is used, and the inputs too. ``replicates``: operators without a rule are computed replicated.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, gathers: bool, checks: bool) -> None:
-        self.mesh, self.gathers, self.checks = mesh, gathers, checks
-        self.forward_check = ReplicaCheck(mesh, immediate=checks)  # the check of plain tensors in forwards
-        self.backward_check = ReplicaCheck(mesh, immediate=checks)  # the check of plain tensors in backward
+    def __init__(self, mesh: DeviceMesh, *, gathers: bool, checks: bool, replicates: bool) -> None:
+        self.mesh, self.gathers, self.checks, self.replicates = mesh, gathers, checks, replicates
+        self._replication_warnings = ReplicationWarnings() if replicates else None
+        self.forward_check = self.make_check()  # the check of plain tensors in forwards
+        self.backward_check = self.make_check()  # the check of plain tensors in backward
         mesh.parent.attachments.setdefault(BACKWARD_CHECKS, {})[mesh.identity] = self.backward_check
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
         """The state of a copy of the model."""
-        made = memo[id(self)] = ParallelState(self.mesh, gathers=self.gathers, checks=self.checks)
+        made = memo[id(self)] = ParallelState(
+            self.mesh, gathers=self.gathers, checks=self.checks, replicates=self.replicates
+        )
         return made
+
+    def make_check(self) -> ReplicaCheck:
+        """A check of plain tensors of the model's code."""
+        return ReplicaCheck(self.mesh, immediate=self.checks, replication_warnings=self._replication_warnings)
 
     @contextlib.contextmanager
     def inside(self, path: str) -> Iterator[None]:
@@ -257,7 +265,7 @@ class GatheredMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method; its results are plain tensors."""
         state = self._state
-        with state.checking(ReplicaCheck(state.mesh, immediate=state.checks)):
+        with state.checking(state.make_check()):
             return map_nested(_gather, self._method(*args, **kwargs))
 
 
