@@ -89,7 +89,7 @@ def check_attention(
         _check_inputs(inputs, enable_gqa=enable_gqa, num_head_shards=num_head_shards)
         query, key = inputs[:2]
         factor = _check_scale(scale, query.shape[-1])
-        bounds = None if cu_seqlens is None else _check_bounds(cu_seqlens)
+        bounds = None if cu_seqlens is None else check_bounds(cu_seqlens)
         if (causal or bounds is not None) and query.shape[2] != key.shape[2]:
             raise ValueError(
                 f"{operation} with causal or cu_seqlens takes as many queries as keys, not {query.shape[2]} and"
@@ -172,7 +172,7 @@ def _check_scale(scale: float | None, size: int) -> float:
     return float(scale)
 
 
-def _check_bounds(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
+def check_bounds(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
     """Return the bounds of documents as integers in ascending order, from 0."""
     check_type(cu_seqlens, Iterable, "cu_seqlens must be integers, as [0, 5, 12] for documents of 5 and 7 tokens")
     values = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)

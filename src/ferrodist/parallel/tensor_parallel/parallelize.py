@@ -13,7 +13,9 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.module_init import materialise, verify_across_ranks
 from ferrodist.parallel.tensor_parallel.async_linear import AsyncTPLinear
-from ferrodist.parallel.tensor_parallel.plan import check_tensors, describe_plan, parameter_placements, resolve_plan
+from ferrodist.parallel.tensor_parallel.experts import ExpertStyle
+from ferrodist.parallel.tensor_parallel.model_plan import read_plan
+from ferrodist.parallel.tensor_parallel.plan import check_tensors, parameter_placements, plan_lines, resolve_plan
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
 from ferrodist.parallel.tensor_parallel.wrapped_forwards import (
     GatheredMethod,
@@ -55,7 +57,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def parallelize(
     module: _Module,
     mesh: DeviceMesh,
-    plan: Mapping[str, Style],
+    plan: Mapping[str, Style | str] | str,
     *,
     gathers_outputs: bool = True,
     check: bool = False,
@@ -80,6 +82,8 @@ def parallelize(
         mesh: The ranks, along one axis: a slice of a larger mesh by its name.
         plan: Styles by the paths of modules, as in ``named_modules``: ``{"blocks.*.up": ColumnParallel()}``. A ``*``
             matches any name in a path, or a part of one. The empty path is the module itself.
+            "auto" takes the plan of the model itself, ``model.tp_plan`` of a transformers model. A style may be one of
+            transformers' names, as ``"colwise"``, also for the path of a parameter. `describe_plan` shows a plan.
         gathers_outputs: Whether the module's outputs become full plain tensors. False gives DTensors, such as logits
             that stay sharded by the vocabulary until ``cross_entropy``.
         check: Whether to compare each plain tensor before it is used, and each input, by an exchange for each, even if
@@ -139,7 +143,7 @@ def apply_style(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placem
 def shard_module(
     module: nn.Module,
     mesh: DeviceMesh,
-    plan: Mapping[str, Style],
+    plan: Mapping[str, Style | str] | str,
     *,
     settings: str = "",
     init: Callable[[nn.Module], object] | None = None,
@@ -153,12 +157,12 @@ def shard_module(
     styles: dict[str, Style] = {}
     placements: dict[nn.Parameter, Placement] = {}
     try:
-        styles = resolve_plan(module, plan)
+        styles = resolve_plan(module, read_plan(module, plan))
         placements = parameter_placements(module, styles)
         check_tensors(module, init)
     except (TypeError, ValueError, UnsupportedOpError) as error:
         failure = error  # the other ranks are told below, else they would wait for this one
-    lines = [] if failure else [f"the settings {settings!r}", *describe_plan(module, styles, placements)]
+    lines = [] if failure else [f"the settings {settings!r}", *plan_lines(module, styles, placements)]
     deadline = Deadline(mesh.group.timeout)
     name = type(module).__name__
     verify_across_ranks(lines, mesh.group, deadline, maker="parallelize", module=name, failure=failure)
@@ -208,6 +212,9 @@ def _distribute(
 
 
 def _wrap_forward(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placement | None = None) -> None:
+    if isinstance(style, ExpertStyle):
+        module.forward = style.make_forward(module, mesh)
+        return
     forward = module.forward
     if isinstance(style, ColumnParallel) and style.chunks > 1:
         assert isinstance(module, nn.Linear), "the style has checked it"

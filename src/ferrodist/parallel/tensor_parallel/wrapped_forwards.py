@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.collectives.engines.host import share_bytes
+from ferrodist.errors import DistributedError, RankFailedError, add_error_context, ranks_text
 from ferrodist.parallel.backward_hooks import current_backward_id
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate
@@ -256,7 +258,11 @@ class ParallelState:
 
 
 class GatheredMethod:
-    """A method such as ``generate``, which calls the model's forwards and works on their caches."""
+    """A method such as ``generate``, which calls the model's forwards and works on their caches.
+
+    All ranks call it, with the same inputs, and draw the same random numbers. The ranks compare what it gives to
+    forwards and what it returns, and an error on one rank is one on all.
+    """
 
     def __init__(self, method: Callable[..., Any], state: ParallelState) -> None:
         functools.update_wrapper(self, method)
@@ -265,8 +271,40 @@ class GatheredMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method; its results are plain tensors."""
         state = self._state
-        with state.checking(state.make_check()):
-            return map_nested(_gather, self._method(*args, **kwargs))
+        check = state.make_check()
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            full = _gather(tensor)
+            check.record("the result", full, state.mesh)
+            return full
+
+        try:
+            with state.checking(check):
+                result = map_nested(gather, self._method(*args, **kwargs))
+        except Exception:
+            with contextlib.suppress(DistributedError):  # if the others are in another collective, they raise in that
+                self._meet(failed=True)
+            raise
+        self._meet(failed=False)
+        return result
+
+    def _meet(self, *, failed: bool) -> None:
+        """Raise RankFailedError if the method failed on another rank; all ranks call this at its end."""
+        group, name = self._state.mesh.group, getattr(self._method, "__name__", "a method")
+        if group.world_size == 1 or group.failure is not None:
+            return
+        with add_error_context(
+            lambda: f"Rank {group.rank} was at the end of {name}() of a parallelized model.",
+            "Every rank must call it, with the same inputs and the same state of torch's random generator.",
+        ):
+            ends = share_bytes(group, "end_of_method", bytes([failed]), group.timeout)
+        ranks = tuple(rank for rank, end in enumerate(ends) if end == b"\1")
+        if ranks and not failed:
+            raise RankFailedError(
+                f"{name}() of a parallelized model failed on {ranks_text(ranks)} of group {group.name!r}, and ends on"
+                " all ranks: see the error there",
+                ranks=ranks,
+            )
 
 
 def _gather(tensor: torch.Tensor) -> torch.Tensor:
