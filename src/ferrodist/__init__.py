@@ -13,6 +13,9 @@
     objects       all_gather_object, broadcast_object, gather_object, scatter_object, send_object, recv_object
     messages      send, recv, recv_into, sendrecv, batch(Send, Recv), ANY_SOURCE
     training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks; parallelize and the styles of its plans
+    generation    register_forward_method, join_forward_method
+    sequences     context_parallel, context_shard_batch; ring_attention, ulysses_attention; context_shard,
+                  context_unshard
     tensors       DeviceMesh; DTensor, distribute, factories; Shard, Replicate, Partial; allow_replication,
                   record_redistributions
     pipelines     Pipeline, PipelineSchedule, PipelineOutput, Microbatches, LossReduction; split_model; schedules and
@@ -121,6 +124,12 @@ if TYPE_CHECKING:
     from ferrodist.errors import SizeMismatchError as SizeMismatchError
     from ferrodist.errors import UnsupportedOpError as UnsupportedOpError
     from ferrodist.mesh import DeviceMesh as DeviceMesh
+    from ferrodist.parallel.context_parallel import context_parallel as context_parallel
+    from ferrodist.parallel.context_parallel import context_shard as context_shard
+    from ferrodist.parallel.context_parallel import context_shard_batch as context_shard_batch
+    from ferrodist.parallel.context_parallel import context_unshard as context_unshard
+    from ferrodist.parallel.context_parallel import ring_attention as ring_attention
+    from ferrodist.parallel.context_parallel import ulysses_attention as ulysses_attention
     from ferrodist.parallel.ddp import DDP as DDP
     from ferrodist.parallel.ddp import GradientBucket as GradientBucket
     from ferrodist.parallel.ddp import comm_hooks as comm_hooks
@@ -129,6 +138,8 @@ if TYPE_CHECKING:
     from ferrodist.parallel.fsdp import ShardingStrategy as ShardingStrategy
     from ferrodist.parallel.fsdp import by_class as by_class
     from ferrodist.parallel.fsdp import by_size as by_size
+    from ferrodist.parallel.fsdp import join_forward_method as join_forward_method
+    from ferrodist.parallel.fsdp import register_forward_method as register_forward_method
     from ferrodist.parallel.local_sgd import DiLoCo as DiLoCo
     from ferrodist.parallel.local_sgd import LocalSGD as LocalSGD
     from ferrodist.parallel.pipeline import LossReduction as LossReduction
@@ -143,14 +154,21 @@ if TYPE_CHECKING:
     from ferrodist.parallel.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
     from ferrodist.parallel.tensor_parallel import ColumnParallel as ColumnParallel
     from ferrodist.parallel.tensor_parallel import ColumnParallelLinear as ColumnParallelLinear
+    from ferrodist.parallel.tensor_parallel import ExpertLoad as ExpertLoad
+    from ferrodist.parallel.tensor_parallel import ExpertParallel as ExpertParallel
     from ferrodist.parallel.tensor_parallel import ParallelAttention as ParallelAttention
     from ferrodist.parallel.tensor_parallel import ParallelEmbedding as ParallelEmbedding
     from ferrodist.parallel.tensor_parallel import RowParallel as RowParallel
     from ferrodist.parallel.tensor_parallel import RowParallelLinear as RowParallelLinear
     from ferrodist.parallel.tensor_parallel import SequenceParallel as SequenceParallel
     from ferrodist.parallel.tensor_parallel import Style as Style
+    from ferrodist.parallel.tensor_parallel import TensorParallelExperts as TensorParallelExperts
     from ferrodist.parallel.tensor_parallel import VocabularyParallel as VocabularyParallel
+    from ferrodist.parallel.tensor_parallel import describe_plan as describe_plan
+    from ferrodist.parallel.tensor_parallel import expert_loads as expert_loads
     from ferrodist.parallel.tensor_parallel import parallelize as parallelize
+    from ferrodist.parallel.tensor_parallel import parallelize_experts as parallelize_experts
+    from ferrodist.parallel.tensor_parallel import update_expert_bias as update_expert_bias
     from ferrodist.tensor import factories as factories
     from ferrodist.tensor.dtensor import DTensor as DTensor
     from ferrodist.tensor.factories import distribute as distribute
@@ -193,13 +211,17 @@ _NAMES_BY_MODULE = {
     "deadline": "DEFAULT_COLLECTIVE_TIMEOUT",
     "errors": " ".join(name for name in errors.__all__ if name[0].isupper()),
     "mesh": "DeviceMesh",
+    "parallel.context_parallel": "context_parallel context_shard context_shard_batch context_unshard ring_attention"
+    " ulysses_attention",
     "parallel.ddp": "DDP GradientBucket comm_hooks",
-    "parallel.fsdp": "FSDP MixedPrecision ShardingStrategy by_class by_size",
+    "parallel.fsdp": "FSDP MixedPrecision ShardingStrategy by_class by_size join_forward_method"
+    " register_forward_method",
     "parallel.local_sgd": "DiLoCo LocalSGD",
     "parallel.pipeline": "LossReduction Microbatches Pipeline PipelineOutput PipelineSchedule split_model",
     "parallel.sync_batch_norm": "SyncBatchNorm1d SyncBatchNorm2d SyncBatchNorm3d convert_sync_batchnorm",
-    "parallel.tensor_parallel": "ColumnParallel ColumnParallelLinear ParallelAttention ParallelEmbedding RowParallel"
-    " RowParallelLinear SequenceParallel Style VocabularyParallel parallelize",
+    "parallel.tensor_parallel": "ColumnParallel ColumnParallelLinear ExpertLoad ExpertParallel ParallelAttention"
+    " ParallelEmbedding RowParallel RowParallelLinear SequenceParallel Style TensorParallelExperts VocabularyParallel"
+    " describe_plan expert_loads parallelize parallelize_experts update_expert_bias",
     "tensor": "factories",
     "tensor.dtensor": "DTensor",
     "tensor.factories": "distribute",

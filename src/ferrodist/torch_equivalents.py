@@ -48,6 +48,7 @@ _HINTS = {
     "recv_object_list": "use ferrodist.recv_object, which returns the value",
     "reduce_op": "use ferrodist.ReduceOp",
     "reduce_scatter_single": f"use ferrodist.reduce_scatter, {_RESULT}, or ferrodist.reduce_scatter_tensor",
+    "register_fsdp_forward_method": "use ferrodist.register_forward_method, after ferrodist.FSDP",
     "remote": "use ferrodist.rpc.RpcAgent.remote",
     "RowwiseParallel": "use ferrodist.RowParallel",
     "rpc_async": "use ferrodist.rpc.RpcAgent.rpc_async",

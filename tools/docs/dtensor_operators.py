@@ -69,13 +69,14 @@ _REPLICATED_ONLY = """## Replicated tensors only
 
 The shape of these results depends on the elements, so that ranks could not know the shapes of
 their shards. They are computed where all inputs are replicated, and raise `UnsupportedOpError`
-for sharded or partial ones; so does indexing by a mask that selects elements. Writing one value
-by a mask works with all placements.
+for sharded ones, unless operators without a rule may be computed on replicated tensors; so does
+indexing by a mask that selects elements. Writing one value by a mask works with all placements.
 
 {table}
 `torch.as_strided` describes memory, and is refused unless the tensor is replicated. All other
 operators raise `UnsupportedOpError`, unless the program allows them to be computed on replicated
-tensors: `fd.allow_replication()`.
+tensors: by `fd.allow_replication()`, or in a model of `fd.parallelize(..., fallback="replicate")`,
+which is the default.
 """
 
 _NOT_SHOWN = """## Not shown here

@@ -19,12 +19,14 @@ from ferrodist.tensor.placement import Replicate, Shard
 from ferrodist.tensor.plain_tensors import (
     ACTIVE_CHECK,
     aliased_argument,
+    find_check,
     find_plain,
     replicate_plain,
     returned_arguments,
 )
 from ferrodist.tensor.redistribute import full_local, redistribute_local
-from ferrodist.tensor.replica_check import describe_module
+from ferrodist.tensor.redistribute_plan import make_plan
+from ferrodist.tensor.replica_check import describe_module, describe_path
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import current_graph_task
 from ferrodist.torch_private.operators import can_decompose, private_aten, schema_of
@@ -45,7 +47,8 @@ _allowed: ContextVar[bool] = ContextVar("allowed", default=False)
 def allow_replication() -> Iterator[None]:
     """Inside, an operator that DTensor has no rule for is computed on full tensors, on every rank, with a warning.
 
-    Its inputs are gathered, and its outputs are `Replicate`. Outside, such an operator raises `UnsupportedOpError`.
+    Its inputs are gathered, and its outputs are `Replicate`. So is an operator whose output shape depends on the
+    elements. Outside, both raise `UnsupportedOpError`, but in a model of ``parallelize(..., fallback="replicate")``.
     """
     before = _allowed.set(True)
     try:
@@ -63,14 +66,28 @@ def _replicate_or_raise(func: torch._ops.OpOverload, dtensor_type: Any, /, *args
         )
     if _needs_no_consent(dtensor_type, args, kwargs):
         return compute_replicated(func, dtensor_type, args, kwargs)
-    if not _allowed.get():
+    if not _may_gather(func, dtensor_type, args, kwargs):
         raise UnsupportedOpError(
             f"DTensor has no rule for {func}{describe_module()}: write it with operators that docs/dtensor-operators.md"
             " lists, compute it on to_local() or full_tensor(), or put it inside of `with fd.allow_replication():`,"
             " which gathers its inputs"
         )
-    warnings.warn(f"{func} has no rule: its inputs are gathered, and every rank computes all of it", stacklevel=4)
     return compute_replicated(func, dtensor_type, args, kwargs)
+
+
+def _may_gather(func: torch._ops.OpOverload, dtensor_type: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operator's inputs may be gathered, by `allow_replication` or in a parallel model; warns."""
+    specs = [one._spec for one in find_all(dtensor_type, [*args, *kwargs.values()])]
+    is_backward = current_graph_task() != -1
+    check = find_check(specs[0].mesh, is_backward=is_backward)
+    if check is not None and check.replication_warnings is not None:
+        size_bytes = sum(make_plan(spec, spec.replicated).size_bytes for spec in specs)
+        check.replication_warnings.warn(func, describe_path(check.path, is_backward=is_backward), size_bytes)
+        return True
+    if _allowed.get():
+        warnings.warn(f"{func} has no rule: its inputs are gathered, and every rank computes all of it", stacklevel=5)
+        return True
+    return False
 
 
 def _needs_no_consent(dtensor_type: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -127,11 +144,11 @@ def compute_replicated(
 def compute_data_dependent(func: torch._ops.OpOverload, dtensor_type: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Compute an operator whose output shapes depend on the elements; UnsupportedOpError if an input is sharded.
 
-    Those of a gradient's formula are gathered instead.
+    Those of a gradient's formula are gathered instead, as are those of operators without a rule where that is allowed.
     """
     tensors = find_all(torch.Tensor, [*args, *kwargs.values()])
     sharded = [one._spec for one in tensors if isinstance(one, dtensor_type) and _is_sharded(one._spec)]
-    if sharded and current_graph_task() == -1:
+    if sharded and current_graph_task() == -1 and not _may_gather(func, dtensor_type, args, kwargs):
         name, instead = DATA_DEPENDENT.get(func, (str(func), _WITH_MASKS))
         raise UnsupportedOpError(
             f"{name} gives a tensor whose shape depends on the elements, so the ranks' shards of {sharded[0]} have no"

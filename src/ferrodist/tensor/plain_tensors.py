@@ -187,7 +187,7 @@ def check_plain(
     ValueError: it may differ between ranks. CollectiveMismatchError, on all ranks: it does.
     """
     is_backward = current_graph_task() != -1
-    check = _find_check(mesh, is_backward=is_backward)
+    check = find_check(mesh, is_backward=is_backward)
     kind, reason = with_article(type(tensor).__name__), ""
     if not is_plain(tensor):
         reason = f"it is {kind} on {tensor.device}, and distributed tensors are plain ones on the CPU"
@@ -210,7 +210,7 @@ def check_plain(
     )
 
 
-def _find_check(mesh: DeviceMesh, *, is_backward: bool) -> ReplicaCheck | None:
+def find_check(mesh: DeviceMesh, *, is_backward: bool) -> ReplicaCheck | None:
     """The check of the parallel module whose code runs, or whose gradients are computed; None elsewhere."""
     check = ACTIVE_CHECK.get()
     if check is None and is_backward:
@@ -231,7 +231,7 @@ def record_scalars(
     if not scalars or distributed is None:
         return
     mesh = distributed._spec.mesh
-    check = _find_check(mesh, is_backward=is_backward)
+    check = find_check(mesh, is_backward=is_backward)
     if check is None:
         return
     overwritten = set(map(id, _find_overwritten(func, args, kwargs)))

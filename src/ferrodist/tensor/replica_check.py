@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from ferrodist.mesh import DeviceMesh
+    from ferrodist.tensor.replication_warnings import ReplicationWarnings
 
     _Entry = tuple[str, str, str, str]
     """The module's path, the operator, the tensor's dtype and shape, and a digest of its elements."""
@@ -35,8 +36,11 @@ class ReplicaCheck:
     own.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, immediate: bool) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, *, immediate: bool, replication_warnings: ReplicationWarnings | None = None
+    ) -> None:
         self._mesh, self._immediate = mesh, immediate
+        self.replication_warnings = replication_warnings  # None: operators without a rule are refused
         self.path = ""  # the path of the module whose forward runs
         self._entries: list[_Entry | Callable[[], _Entry]] = []
         self._due: _Entry | None = None  # the first entry that requires an exchange
@@ -91,8 +95,7 @@ def check_replicated(operator: object, tensor: torch.Tensor, mesh: DeviceMesh) -
 
 
 def _describe(path: str | None, operator: object, tensor: torch.Tensor, *, is_backward: bool) -> _Entry:
-    where = describe_module() if path is None else f" in module {path!r}" if path else " in the model"
-    where = " in backward" if is_backward else where
+    where = describe_module() if path is None else describe_path(path, is_backward=is_backward)
     form = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     plain = plain.as_strided((plain.numel(),), (1,))  # a tensor of one element may have any stride
@@ -137,6 +140,11 @@ def _compare(entries: Sequence[_Entry], mesh: DeviceMesh, due: _Entry) -> None:
             " same on all ranks, as by the same seed or inputs, or distribute it",
             ranks=(rank,),
         )
+
+
+def describe_path(path: str, *, is_backward: bool) -> str:
+    """The module at a path, or the backward, whose module is not known, for errors and warnings."""
+    return " in backward" if is_backward else f" in module {path!r}" if path else " in the model"
 
 
 def describe_module() -> str:

@@ -185,9 +185,6 @@ class ThreadRanks(RankSet):
     """
 
     def __init__(self, program: RankProgram, world_size: int) -> None:
-        from ferrodist.torch_private.modes import ensure_device_guard  # noqa: PLC0415 - loads torch
-
-        ensure_device_guard()  # in this thread, which outlives the ranks'
         self._groups: dict[int, Backend] = {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._may_close = threading.Event()

@@ -7,7 +7,6 @@
   `is_in_torch_dispatch_mode`                        2.10 to 2.15
   `_disable_current_modes`                           2.10 to 2.15
   `TorchDispatchMode`                                2.10 to 2.15
-`torch._C._ensureCUDADeviceGuardSet`                 2.10 to 2.15
 ===================================================  =================
 
 Without the names modes are not noticed: functions run inside of them unchanged.
@@ -35,9 +34,3 @@ DispatchMode: Any = _python_dispatch.TorchDispatchMode
 
 no_modes: Any = getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)
 """A context manager that disables dispatch modes."""
-
-ensure_device_guard: Any = getattr(torch._C, "_ensureCUDADeviceGuardSet", bool)
-"""Set the device guard of a torch for CUDA on a machine without a GPU, which the first `FakeTensorMode` would set.
-
-torch 2.10 keeps it in the memory of the thread that sets it, and crashes once that thread has ended.
-"""

@@ -482,25 +482,3 @@ def test_an_async_program_is_refused():
 
     with pytest.raises(TypeError, match=r"run_ranks takes a plain function.*asyncio\.run"):
         run_ranks(program, 2)
-
-
-def test_fake_tensors_in_threads():
-    """The program may use them after the ranks: the memory of the threads that used them first is gone."""
-    code = (
-        "import threading\n"
-        "from torch._subclasses.fake_tensor import FakeTensorMode\n"
-        "from ferrodist.testing import run_ranks\n"
-        "def on_rank(group):\n"
-        "    with FakeTensorMode():\n"
-        "        pass\n"
-        "for _ in range(5):\n"
-        "    run_ranks(on_rank, 2)\n"
-        "threading.stack_size(64 << 20)\n"
-        "others = [threading.Thread(target=bytearray, args=(1 << 20,)) for _ in range(50)]\n"
-        "for other in others:\n"
-        "    other.start()\n"
-        "for other in others:\n"
-        "    other.join()\n"
-        "on_rank(None)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

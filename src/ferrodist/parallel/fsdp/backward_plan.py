@@ -17,6 +17,8 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, NamedTuple
 
+import xxhash
+
 from ferrodist.parallel.backward_hooks import current_backward_id
 
 if TYPE_CHECKING:
@@ -96,9 +98,22 @@ class ForwardTrace:
         self.events.append(CallEvent(unit=unit, call=call, begins=True))
         return call
 
-    def end_call(self, unit: int, call: int) -> None:
-        """Record that a unit's call has ended without an error."""
-        self.events.append(CallEvent(unit=unit, call=call, begins=False))
+    def end_call(self, unit: int, call: int, *, forgets: bool = False) -> None:
+        """Record that a unit's call has ended without an error.
+
+        With ``forgets`` it is not recorded at all if nothing else was meanwhile: no backward reaches it, and a long
+        text has thousands.
+        """
+        last = self.events[-1]
+        if forgets and last.begins and last.call == call:
+            self.events.pop()
+            self.order.pop()
+        else:
+            self.events.append(CallEvent(unit=unit, call=call, begins=False))
+
+    def digest(self) -> int:
+        """A number of 64 bits that is the same on ranks that made the same calls."""
+        return xxhash.xxh3_64_intdigest(repr([tuple(event) for event in self.events]).encode())
 
     def last_ended(self, count: int) -> set[int]:
         """The ``count`` units, without the outermost, whose calls ended last."""

@@ -33,7 +33,7 @@ from ferrodist.parallel.fsdp.wrap import find_units
 from ferrodist.parallel.module_guard import ModuleGuard
 from ferrodist.parallel.transparent_wrapper import TransparentWrapper, WrappedModule
 from ferrodist.torch_private.compilers import outside_of_compiler
-from ferrodist.wording import counted
+from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
 
 
-_fsdp_modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # whose parameters are shards
+# The modules whose parameters are shards, with their FSDP.
+_fsdp_modules: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[FSDP[Any]]] = weakref.WeakKeyDictionary()
 
 
 class FSDP(TransparentWrapper, Generic[WrappedModule]):
@@ -157,7 +158,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
                 prefetch=(forward_prefetch, backward_prefetch),
                 reshards_after_forward=reshards,
             )
-        _fsdp_modules.update(module.modules())
+        _fsdp_modules.update(dict.fromkeys(module.modules(), weakref.ref(self)))
         self._key = object()  # identifies the model to its shards, which don't hold it
         self._model_state = ModelStateDict(module, self._flats, self._axes)
         self._optimizer_state = OptimizerStateDict(self._flats, self._axes)
@@ -170,6 +171,8 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         root = self._units[0]
         self._guard.check_unchanged(type(self.module).__name__)
         args, kwargs = self._precision.cast((args, kwargs))
+        if self._scheduler.is_in_method:
+            return self.module(*args, **kwargs)
         outside_of_compiler(self._scheduler.pre_forward)(root)
         output, succeeded = None, False
         outside_of_compiler(forbid_shards)(self._key)
@@ -179,6 +182,25 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         finally:
             outside_of_compiler(allow_shards)(self._key)
             outside_of_compiler(self._scheduler.post_forward)(root, output, succeeded=succeeded)
+        return output
+
+    def run_method(self, name: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a method of the model that `register_forward_method` has registered; every rank must."""
+        scheduler = self._scheduler
+        if scheduler.is_in_call:  # of the model's own code, or with full parameters
+            return method(*args, **kwargs)
+        self._guard.check_unchanged(type(self.module).__name__)
+        args, kwargs = self._precision.cast((args, kwargs))
+        scheduler.begin_method(name)
+        forbid_shards(self._key)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException as error:
+            allow_shards(self._key)
+            scheduler.end_method(None, error)
+            raise
+        allow_shards(self._key)
+        scheduler.end_method(output)
         return output
 
     # Gradients.
@@ -429,6 +451,24 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         if self._axes.world.world_size > 1:
             for buffer in map(local_tensor, self.module.buffers()):
                 broadcast(buffer, 0, group=self._axes.world, out=buffer)
+
+
+def fsdp_of(module: torch.nn.Module) -> FSDP | None:
+    """The FSDP that a module is, or to which it belongs; None if there is none.
+
+    Raises:
+        ValueError: The module's parameters are shards of an FSDP that exists no more.
+    """
+    if isinstance(module, FSDP):
+        return module
+    reference = _fsdp_modules.get(module)
+    fsdp = None if reference is None else reference()
+    if reference is not None and fsdp is None:
+        raise ValueError(
+            f"{with_article(type(module).__name__)} belongs to an FSDP that exists no more: keep the FSDP as long as"
+            " its model"
+        )
+    return fsdp
 
 
 def _check_arguments(module: torch.nn.Module, strategy: object, mixed_precision: object, init: object) -> None:

@@ -45,6 +45,7 @@ from ferrodist.parallel.backward_hooks import (
 )
 from ferrodist.parallel.fsdp.backward_plan import BackwardRun, ForwardTrace, StepKind, plan_backward
 from ferrodist.parallel.fsdp.flat_memory import GradientBuffer
+from ferrodist.parallel.fsdp.method_rounds import MethodRounds
 from ferrodist.parallel.fsdp.unit import ADVICE, Unit, UnitState
 from ferrodist.torch_private.autograd import queue_callback
 from ferrodist.torch_private.compilers import outside_of_compiler
@@ -54,6 +55,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ferrodist.parallel.fsdp.config import ShardAxes
+
+_OUTSIDE = (
+    "call the FSDP, or a method of the model after register_forward_method(fsdp, name) on all ranks, or use"
+    " summon_full_params()"
+)
 
 
 class UnitScheduler:
@@ -86,6 +92,7 @@ class UnitScheduler:
         self._uses_shared_views = any(flat.uses_shared_view for unit in units for flat in unit.flats)
         # Units that are whole on this rank stay installed from the beginning of a forward to its end.
         self._unsharded_units = dict.fromkeys(unit for unit in self.units if all(flat.is_alias for flat in unit.flats))
+        self._rounds: MethodRounds | None = None  # of the method that runs
         self.is_summoned = False
         for unit in self.units:
             # torch holds hooks on full parameters where Python's garbage collector sees no cycle.
@@ -107,7 +114,7 @@ class UnitScheduler:
             if not unit.has_full_params:
                 raise RuntimeError(
                     f"{with_article(type(module).__name__)} of {unit.title} was called while its parameters are not"
-                    " gathered: call the FSDP, or use summon_full_params()"
+                    f" gathered: {_OUTSIDE}"
                 )
 
         for module in {
@@ -172,24 +179,31 @@ class UnitScheduler:
             if not unit.is_root:
                 raise RuntimeError(
                     f"{unit.title} was called outside of its model's forward, while its parameters are not gathered:"
-                    " call the FSDP, or use summon_full_params()"
+                    f" {_OUTSIDE}"
                 )
             self.recover(keep_prefetched=True)
             self._trace = ForwardTrace()
             for other in self._unsharded_units:  # a parent may use parameters of children that it does not call
                 other.finish_gather()
-        trace = self._trace
-        call = trace.begin_call(unit.index)
+        call = self._open_call(unit, self._trace)
+        if self._rounds is not None:
+            if unit.state is not UnitState.GATHERED:
+                self._rounds.gather(unit)
+            return
         order = self._forward_order
         is_as_before = order[call : call + 1] == [unit.index]
         following = order[call + 1 : call + 1 + self._forward_prefetch] if is_as_before else []
-        trace.versions.setdefault(unit.index, unit.shard_versions())
-        self._open_calls.append((unit.index, call))
         with self._abort_on_error():
             unit.start_gather()
             for index in following:
                 self.units[index].start_gather()
             unit.finish_gather()
+
+    def _open_call(self, unit: Unit, trace: ForwardTrace) -> int:
+        trace.versions.setdefault(unit.index, unit.shard_versions())
+        call = trace.begin_call(unit.index)
+        self._open_calls.append((unit.index, call))
+        return call
 
     def post_forward(self, unit: Unit, output: Any, *, succeeded: bool = True) -> None:
         """Free a unit, after its module's forward, and hook the outputs for its backward."""
@@ -204,10 +218,11 @@ class UnitScheduler:
         trace, closed = self._trace, self._close_call(unit)
         if closed is None:
             return
-        if succeeded:
-            trace.end_call(unit.index, closed)
-            self._check_outputs(unit, output)
         backward_may_follow = succeeded and self._watch_outputs(output, trace, closed)
+        if succeeded:
+            may_count = backward_may_follow or torch.is_grad_enabled()
+            trace.end_call(unit.index, closed, forgets=self._rounds is not None and not may_count)
+            self._check_outputs(unit, output)
         is_open = any(index == unit.index for index, _ in self._open_calls)  # as in a recursive module
         if unit.is_root:
             self._trace = None
@@ -228,6 +243,8 @@ class UnitScheduler:
         """True if a unit is not freed when its forward ends; see [Note: phases of a step]."""
         if unit in self._unsharded_units and not unit.is_root:
             return True
+        if self._rounds is not None:
+            return False
         is_first_in_backward = unit.is_root or unit.index in self._last_ended
         return backward_may_follow and (is_first_in_backward or not self._reshards_after_forward)
 
@@ -269,6 +286,49 @@ class UnitScheduler:
                     " return a copy (parameter.clone())"
                 )
 
+    # Methods; see [Note: rounds] in `method_rounds.py`.
+
+    @property
+    def is_in_call(self) -> bool:
+        """True inside of a forward, a method, or `summon_full_params`."""
+        return self._trace is not None or self.is_summoned
+
+    @property
+    def is_in_method(self) -> bool:
+        """True inside of a method."""
+        return self._rounds is not None
+
+    def begin_method(self, name: str) -> None:
+        """Begin a method, in which units are gathered in rounds; the outermost one from here to the end."""
+        self.recover()
+        rounds = MethodRounds(name, self.units, self._axes, self._abort_on_error)
+        rounds.begin()
+        order, self._forward_order = self._forward_order, []  # units that it would prefetch may not be called
+        try:
+            self.pre_forward(self.units[0])
+        finally:
+            self._forward_order = order
+        self._rounds = rounds
+
+    def end_method(self, output: Any, error: BaseException | None = None) -> None:
+        """End a method with an output or an error, when all ranks are done with it."""
+        rounds, trace = self._rounds, self._trace
+        if rounds is None or trace is None:  # a failure has ended it
+            return
+        if error is not None and not isinstance(error, Exception):  # as KeyboardInterrupt, which must not wait
+            self._fail(error)
+            return
+        succeeded = False
+        try:
+            backward_may_follow = error is None and bool(find_outputs(output))
+            rounds.finish(error, backward_may_follow=backward_may_follow, digest=trace.digest())
+            succeeded = error is None
+        finally:
+            order, last_ended = self._forward_order, self._last_ended
+            self._rounds = None
+            self.post_forward(self.units[0], output if succeeded else None, succeeded=succeeded)
+            self._forward_order, self._last_ended = order, last_ended
+
     # Backward.
 
     def pre_backward(self, trace: ForwardTrace, call: int, _gradient: object = None) -> None:
@@ -279,6 +339,11 @@ class UnitScheduler:
                     "backward or autograd.grad with create_graph=True through an FSDP model: a second backward would"
                     " need parameters that were freed after the first. Use DDP where gradients need gradients."
                 )
+        if self._rounds is not None:
+            raise UnsupportedOpError(
+                "a backward inside of a registered forward method of an FSDP: return what it starts from, and call"
+                " backward() on that outside"
+            )
         if self._run is not None and self._run.trace is not trace and self._run.backward_id != current_backward_id():
             self._abort_incomplete_run(self._run)
         if self._run is None or self._run.trace is not trace:
@@ -422,7 +487,7 @@ class UnitScheduler:
 
     def _reset(self) -> None:
         """Forget everything under way, and return to shards."""
-        self._trace = self._run = None
+        self._trace = self._run = self._rounds = None
         self._open_calls.clear()
         self._reducing.clear()
         self._prefetched.clear()

@@ -5,8 +5,15 @@
     parallelize.py    a plan applied to a module       plan.py              the style of each module, by name
     styles.py         Style and the styles of layers   wrapped_forwards.py  inputs and outputs with placements
     layers.py         layers that are made sharded     async_linear.py      gathering overlapped with products
+    experts.py        styles of experts                expert_forwards.py   experts' code on local tensors
+    token_routing.py  tokens on their way to experts   expert_load.py       how many each expert got
+    model_plan.py     a model's own plan, by names     family_plans.py     plans of families that have none
+    plan_description.py     a plan as a table
+    parallelize_experts.py  experts of a model whose ranks have different tokens
 """
 
+from ferrodist.parallel.tensor_parallel.expert_load import ExpertLoad, expert_loads, update_expert_bias
+from ferrodist.parallel.tensor_parallel.experts import ExpertParallel, TensorParallelExperts
 from ferrodist.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     ParallelAttention,
@@ -14,6 +21,8 @@ from ferrodist.parallel.tensor_parallel.layers import (
     RowParallelLinear,
 )
 from ferrodist.parallel.tensor_parallel.parallelize import parallelize
+from ferrodist.parallel.tensor_parallel.parallelize_experts import parallelize_experts
+from ferrodist.parallel.tensor_parallel.plan_description import describe_plan
 from ferrodist.parallel.tensor_parallel.styles import (
     ColumnParallel,
     RowParallel,
@@ -25,14 +34,21 @@ from ferrodist.parallel.tensor_parallel.styles import (
 __all__ = [
     "ColumnParallel",
     "ColumnParallelLinear",
+    "ExpertLoad",
+    "ExpertParallel",
     "ParallelAttention",
     "ParallelEmbedding",
     "RowParallel",
     "RowParallelLinear",
     "SequenceParallel",
     "Style",
+    "TensorParallelExperts",
     "VocabularyParallel",
+    "describe_plan",
+    "expert_loads",
     "parallelize",
+    "parallelize_experts",
+    "update_expert_bias",
 ]
 
 

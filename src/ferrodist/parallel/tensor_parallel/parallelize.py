@@ -13,7 +13,9 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.module_init import materialise, verify_across_ranks
 from ferrodist.parallel.tensor_parallel.async_linear import AsyncTPLinear
-from ferrodist.parallel.tensor_parallel.plan import check_tensors, describe_plan, parameter_placements, resolve_plan
+from ferrodist.parallel.tensor_parallel.experts import ExpertStyle
+from ferrodist.parallel.tensor_parallel.model_plan import read_plan
+from ferrodist.parallel.tensor_parallel.plan import check_tensors, parameter_placements, plan_lines, resolve_plan
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
 from ferrodist.parallel.tensor_parallel.wrapped_forwards import (
     GatheredMethod,
@@ -55,10 +57,11 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def parallelize(
     module: _Module,
     mesh: DeviceMesh,
-    plan: Mapping[str, Style],
+    plan: Mapping[str, Style | str] | str,
     *,
     gathers_outputs: bool = True,
     check: bool = False,
+    fallback: str = "replicate",
     init: Callable[[nn.Module], object] | None = None,
 ) -> _Module:
     """Shard a module over the ranks of a mesh by a plan; every rank of the mesh calls this.
@@ -79,11 +82,16 @@ def parallelize(
         mesh: The ranks, along one axis: a slice of a larger mesh by its name.
         plan: Styles by the paths of modules, as in ``named_modules``: ``{"blocks.*.up": ColumnParallel()}``. A ``*``
             matches any name in a path, or a part of one. The empty path is the module itself.
+            "auto" takes the plan of the model itself, ``model.tp_plan`` of a transformers model. A style may be one of
+            transformers' names, as ``"colwise"``, also for the path of a parameter. `describe_plan` shows a plan.
         gathers_outputs: Whether the module's outputs become full plain tensors. False gives DTensors, such as logits
             that stay sharded by the vocabulary until ``cross_entropy``.
         check: Whether to compare each plain tensor before it is used, and each input, by an exchange for each, even if
             the model makes none. The error then names the first tensor that differs, even if the ranks don't reach the
             forward's end together.
+        fallback: What becomes of an operator that DTensor has no rule for, in forwards and gradients. "replicate"
+            gathers its inputs, and every rank computes all of it; a warning, once for an operator and a module, names
+            both, and the bytes that a rank sends. "error" raises UnsupportedOpError.
         init: ``init(module)`` initialises a module's own parameters and buffers if they were on the meta device; None
             calls ``module.reset_parameters()``. Every rank calls it; rank 0's values are used.
 
@@ -92,9 +100,9 @@ def parallelize(
 
     Raises:
         TypeError: An argument has the wrong type, or a style is for another class of modules.
-        ValueError: The mesh has several axes; a path of the plan matches no module; a module, or a parameter that
-            modules share, gets different styles; a parameter is distributed already, has a gradient, or no shape yet.
-            Nothing was changed.
+        ValueError: ``fallback`` is another string; the mesh has several axes; a path of the plan matches no module; a
+            module, or a parameter that modules share, gets different styles; a parameter is distributed already, has a
+            gradient, or no shape yet. Nothing was changed.
         UnsupportedOpError: Another rank raised one of these two; or a module on the meta device can't be initialised.
             Nothing was changed.
         CollectiveMismatchError: On every rank: modules or plans differ between ranks. Nothing was changed.
@@ -103,11 +111,12 @@ def parallelize(
     check_type(module, nn.Module, "parallelize takes a torch.nn.Module")
     check_bool("gathers_outputs", gathers_outputs)
     check_bool("check", check)
+    _check_fallback(fallback)
     if init is not None and not callable(init):
         raise TypeError(f"init must be a function of a module or None, not {type(init).__name__}")
-    settings = f"gathers_outputs={gathers_outputs}, check={check}"
+    settings = f"gathers_outputs={gathers_outputs}, check={check}, fallback={fallback!r}"
     styles = shard_module(module, mesh, plan, settings=settings, init=init)
-    state = ParallelState(mesh, gathers=gathers_outputs, checks=check)
+    state = ParallelState(mesh, gathers=gathers_outputs, checks=check, replicates=fallback == "replicate")
     for path, one in module.named_modules():
         if path in styles:
             _wrap_forward(one, mesh, styles[path])
@@ -116,6 +125,12 @@ def parallelize(
         if callable(getattr(type(one), "generate", None)):
             one.generate = GatheredMethod(one.generate, state)
     return module
+
+
+def _check_fallback(fallback: object) -> None:
+    check_type(fallback, str, 'fallback must be "replicate" or "error"')
+    if fallback not in ("replicate", "error"):
+        raise ValueError(f'fallback must be "replicate" or "error", not {fallback!r}')
 
 
 def apply_style(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placement) -> None:
@@ -128,7 +143,7 @@ def apply_style(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placem
 def shard_module(
     module: nn.Module,
     mesh: DeviceMesh,
-    plan: Mapping[str, Style],
+    plan: Mapping[str, Style | str] | str,
     *,
     settings: str = "",
     init: Callable[[nn.Module], object] | None = None,
@@ -142,12 +157,12 @@ def shard_module(
     styles: dict[str, Style] = {}
     placements: dict[nn.Parameter, Placement] = {}
     try:
-        styles = resolve_plan(module, plan)
+        styles = resolve_plan(module, read_plan(module, plan))
         placements = parameter_placements(module, styles)
         check_tensors(module, init)
     except (TypeError, ValueError, UnsupportedOpError) as error:
         failure = error  # the other ranks are told below, else they would wait for this one
-    lines = [] if failure else [f"the settings {settings!r}", *describe_plan(module, styles, placements)]
+    lines = [] if failure else [f"the settings {settings!r}", *plan_lines(module, styles, placements)]
     deadline = Deadline(mesh.group.timeout)
     name = type(module).__name__
     verify_across_ranks(lines, mesh.group, deadline, maker="parallelize", module=name, failure=failure)
@@ -197,6 +212,9 @@ def _distribute(
 
 
 def _wrap_forward(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placement | None = None) -> None:
+    if isinstance(style, ExpertStyle):
+        module.forward = style.make_forward(module, mesh)
+        return
     forward = module.forward
     if isinstance(style, ColumnParallel) and style.chunks > 1:
         assert isinstance(module, nn.Linear), "the style has checked it"

@@ -160,7 +160,7 @@ def check_tensors(module: nn.Module, init: Callable[[nn.Module], object] | None)
             raise TypeError(f"{name!r} is {tensor.dtype}, which no collective carries")
 
 
-def describe_plan(
+def plan_lines(
     module: nn.Module, styles: Mapping[str, Style], placements: Mapping[nn.Parameter, Placement]
 ) -> list[str]:
     """The lines that must be the same on all ranks: styles, parameters and buffers."""

@@ -19,11 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.collectives.engines.host import share_bytes
+from ferrodist.errors import DistributedError, RankFailedError, add_error_context, ranks_text
 from ferrodist.parallel.backward_hooks import current_backward_id
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate
 from ferrodist.tensor.plain_tensors import ACTIVE_CHECK, BACKWARD_CHECKS, is_plain
 from ferrodist.tensor.replica_check import ReplicaCheck
+from ferrodist.tensor.replication_warnings import ReplicationWarnings
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
@@ -211,19 +214,26 @@ class ParallelState:
     """The state that the modules of a parallel model share.
 
     ``gathers``: results become full plain tensors if a module is called from outside. ``checks``: ranks compare each
-    plain tensor when it is used, and the inputs too.
+    plain tensor when it is used, and the inputs too. ``replicates``: operators without a rule are computed replicated.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, gathers: bool, checks: bool) -> None:
-        self.mesh, self.gathers, self.checks = mesh, gathers, checks
-        self.forward_check = ReplicaCheck(mesh, immediate=checks)  # the check of plain tensors in forwards
-        self.backward_check = ReplicaCheck(mesh, immediate=checks)  # the check of plain tensors in backward
+    def __init__(self, mesh: DeviceMesh, *, gathers: bool, checks: bool, replicates: bool) -> None:
+        self.mesh, self.gathers, self.checks, self.replicates = mesh, gathers, checks, replicates
+        self._replication_warnings = ReplicationWarnings() if replicates else None
+        self.forward_check = self.make_check()  # the check of plain tensors in forwards
+        self.backward_check = self.make_check()  # the check of plain tensors in backward
         mesh.parent.attachments.setdefault(BACKWARD_CHECKS, {})[mesh.identity] = self.backward_check
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
         """The state of a copy of the model."""
-        made = memo[id(self)] = ParallelState(self.mesh, gathers=self.gathers, checks=self.checks)
+        made = memo[id(self)] = ParallelState(
+            self.mesh, gathers=self.gathers, checks=self.checks, replicates=self.replicates
+        )
         return made
+
+    def make_check(self) -> ReplicaCheck:
+        """A check of plain tensors of the model's code."""
+        return ReplicaCheck(self.mesh, immediate=self.checks, replication_warnings=self._replication_warnings)
 
     @contextlib.contextmanager
     def inside(self, path: str) -> Iterator[None]:
@@ -248,7 +258,11 @@ class ParallelState:
 
 
 class GatheredMethod:
-    """A method such as ``generate``, which calls the model's forwards and works on their caches."""
+    """A method such as ``generate``, which calls the model's forwards and works on their caches.
+
+    All ranks call it, with the same inputs, and draw the same random numbers. The ranks compare what it gives to
+    forwards and what it returns, and an error on one rank is one on all.
+    """
 
     def __init__(self, method: Callable[..., Any], state: ParallelState) -> None:
         functools.update_wrapper(self, method)
@@ -257,8 +271,40 @@ class GatheredMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method; its results are plain tensors."""
         state = self._state
-        with state.checking(ReplicaCheck(state.mesh, immediate=state.checks)):
-            return map_nested(_gather, self._method(*args, **kwargs))
+        check = state.make_check()
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            full = _gather(tensor)
+            check.record("the result", full, state.mesh)
+            return full
+
+        try:
+            with state.checking(check):
+                result = map_nested(gather, self._method(*args, **kwargs))
+        except Exception:
+            with contextlib.suppress(DistributedError):  # if the others are in another collective, they raise in that
+                self._meet(failed=True)
+            raise
+        self._meet(failed=False)
+        return result
+
+    def _meet(self, *, failed: bool) -> None:
+        """Raise RankFailedError if the method failed on another rank; all ranks call this at its end."""
+        group, name = self._state.mesh.group, getattr(self._method, "__name__", "a method")
+        if group.world_size == 1 or group.failure is not None:
+            return
+        with add_error_context(
+            lambda: f"Rank {group.rank} was at the end of {name}() of a parallelized model.",
+            "Every rank must call it, with the same inputs and the same state of torch's random generator.",
+        ):
+            ends = share_bytes(group, "end_of_method", bytes([failed]), group.timeout)
+        ranks = tuple(rank for rank, end in enumerate(ends) if end == b"\1")
+        if ranks and not failed:
+            raise RankFailedError(
+                f"{name}() of a parallelized model failed on {ranks_text(ranks)} of group {group.name!r}, and ends on"
+                " all ranks: see the error there",
+                ranks=ranks,
+            )
 
 
 def _gather(tensor: torch.Tensor) -> torch.Tensor:

@@ -122,12 +122,25 @@ nan_to_num_ ne ne_ nextafter pow pow_ reciprocal reciprocal_ relu relu_ relu6 re
 round round_ rsqrt rsqrt_ sgn sgn_ sigmoid sigmoid_ sign sign_ signbit silu silu_ sin sin_ sinc sinh sinh_
 softplus sqrt sqrt_ square square_ tan tan_ tanh tanh_ threshold threshold_ trunc trunc_ xlogy xlogy_
 isfinite _prelu_kernel
+__ilshift__ __irshift__ __lshift__ __rshift__ bitwise_left_shift_ bitwise_right_shift_ digamma_ frac_ gcd gcd_
+hardshrink heaviside_ hypot_ i0_ igamma igamma_ igammac igammac_ lcm lcm_ ldexp ldexp_ lgamma_ logit_ mvlgamma
+mvlgamma_ nextafter_ polygamma polygamma_ sinc_ softshrink polar complex frexp.Tensor
+special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx
+special_i0e special_i1 special_i1e special_log_ndtr special_ndtri special_modified_bessel_i0
+special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
+special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0 special_xlog1py
+special_zeta special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
+special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he
+special_laguerre_polynomial_l special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t
+special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
+special_shifted_chebyshev_polynomial_w
 """
 
 _GRADIENTS = """
 threshold_backward gelu_backward silu_backward sigmoid_backward tanh_backward hardtanh_backward
 leaky_relu_backward elu_backward softplus_backward hardswish_backward hardsigmoid_backward mish_backward
 logit_backward log_sigmoid_backward native_dropout_backward _prelu_kernel_backward
+hardshrink_backward softshrink_backward
 """
 
 _NONLINEAR_LISTS = """
@@ -148,7 +161,13 @@ RULES = rule_table(
         "_to_copy",
     ),
     (_rule(_linear_in_copied), "copy copy_ _foreach_copy_"),
-    (_rule(_linear_in_first), "neg neg_ zero_ real imag conj_physical _conj_physical resolve_conj resolve_neg"),
+    (
+        _rule(_linear_in_first),
+        (
+            "neg neg_ zero_ real imag conj_physical _conj_physical resolve_conj resolve_neg deg2rad deg2rad_ rad2deg"
+            " rad2deg_"
+        ),
+    ),
     (_rule(_linear_in_all), "add add_ sub sub_ rsub lerp lerp_"),
     (_rule(_linear_in_each), "mul mul_"),
     (_rule(_linear_in_dividend), "div div_"),

@@ -18,6 +18,7 @@ from ferrodist.tensor.ops import (
     reduction,
     scalar,
     slicing,
+    spatial,
     view,
 )
 
@@ -43,6 +44,7 @@ FAMILIES = (
     normalization,
     attention,
     convolution,
+    spatial,
 )
 """The modules of rules, in the order in which the operator table lists them."""
 

@@ -439,6 +439,7 @@ def test_wrong_options(options, kind, text):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the compiler's own looking around
+@pytest.mark.usefixtures("compiles_in_threads")
 def test_a_compiled_module():
     """A compiled module is averaged like any other, and so is a compiled DDP."""
     start = seeded(mlp)

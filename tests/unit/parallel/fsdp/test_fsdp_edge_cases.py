@@ -256,6 +256,7 @@ def test_checkpoints_around_and_inside_of_units(run, wrap, use_reentrant):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it of all inputs
+@pytest.mark.usefixtures("compiles_in_threads")
 def test_compiled_modules_inside(run):
     """A compiled module without units inside sees full parameters."""
     model = layers()

@@ -296,6 +296,7 @@ class Versioned(nn.Linear):
 
 @pytest.mark.parametrize("prefixes", [("0.", "1."), ("", "deep.er."), ("a.", "b.")])
 @pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.usefixtures("compiles_in_threads")
 def test_states_of_modules_that_contain_a_pipeline(prefixes, is_compiled):
     """They load by names of the whole model; the pipeline also knows the versions."""
 
@@ -324,6 +325,7 @@ def test_states_of_modules_that_contain_a_pipeline(prefixes, is_compiled):
 
 @pytest.mark.parametrize("prefixes", [None, ("", "deep.er.")])
 @pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.usefixtures("compiles_in_threads")
 def test_states_of_earlier_versions(prefixes, is_compiled):
     """Former names, and optional names, are handled as in one process."""
 
@@ -494,6 +496,7 @@ class Remembering(nn.Linear):
         self.remembered = state
 
 
+@pytest.mark.usefixtures("compiles_in_threads")
 def test_states_of_stages():
     """A stage's own tensors are in the state, and assigned ones in the stage; compiled stages have usual names."""
 

@@ -181,7 +181,7 @@ def test_operators_without_a_rule_on_replicated_tensors(dtype):
 
     def program(group):
         mesh = mesh_of(group)
-        mine = fd.parallelize(copy.deepcopy(model), mesh, {})
+        mine = fd.parallelize(copy.deepcopy(model), mesh, {}, fallback="error")
         result = mine(x)[0]
         torch.testing.assert_close(result, expected)
         result.square().sum().backward()
@@ -550,7 +550,7 @@ def test_an_operator_without_a_rule_names_the_module():
 
     def program(group):
         layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Determinant()))
-        model = fd.parallelize(layers, mesh_of(group), {"0": fd.ColumnParallel()})
+        model = fd.parallelize(layers, mesh_of(group), {"0": fd.ColumnParallel()}, fallback="error")
         with pytest.raises(fd.UnsupportedOpError, match=r"no rule for .* in module '1.0' \(Determinant\)"):
             model(torch.ones(4, 4))
 

@@ -1,0 +1,207 @@
+"""Styles of experts: modules of a mixture of experts whose parameters are stacked.
+
+Shapes: E experts, I features inside, H features in and out, p ranks. Such modules have parameters with the experts
+along dim 0, such as ``gate_up_proj`` (E, 2 I, H) and ``down_proj`` (E, H, I), and are called with ``hidden_states``
+(tokens, H), ``top_k_index`` (tokens, k) and ``top_k_weights`` (tokens, k): those of Hugging Face's transformers from
+version 5 (Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V3 and others), and any that are written like them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from ferrodist.parallel.tensor_parallel.expert_forwards import (
+    ARGUMENTS,
+    ExpertForward,
+    ExpertParallelForward,
+    TensorParallelExpertsForward,
+)
+from ferrodist.parallel.tensor_parallel.styles import IOPlacements, Style
+from ferrodist.parallel.tensor_parallel.token_routing import expert_range
+from ferrodist.parallel.tensor_parallel.wrapped_forwards import find_arguments
+from ferrodist.tensor.placement import Placement, Replicate, Shard
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ferrodist.mesh import DeviceMesh
+
+_ADDED_ONCE = frozenset({"down_proj_bias"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertStyle(Style):
+    """A style of modules of stacked experts, whose code runs on local tensors."""
+
+    @override
+    def check(self, name: str, module: nn.Module) -> None:
+        Style.check(self, name, module)
+        if self.wanted is not None:
+            raise TypeError(f"{type(self).__name__} sets wanted by itself: leave it out")
+        if not (self.outputs is None or isinstance(self.outputs, Placement)):
+            raise TypeError(f"{type(self).__name__} takes one placement of the output, not {self.outputs!r}")
+        names, _ = find_arguments(module.forward)
+        if len(names) != len(ARGUMENTS):
+            raise TypeError(
+                f"{type(self).__name__} shards modules whose forward takes {', '.join(ARGUMENTS)}, and"
+                f" {name!r} ({type(module).__name__}) takes {', '.join(names) or 'nothing'}"
+            )
+        self.count_experts(name, module)
+
+    def count_experts(self, name: str, module: nn.Module) -> int:
+        """The size of dim 0 of the module's sharded parameters."""
+        sizes = {
+            key: one.shape[0] if one.dim() else 0
+            for key, one in module.named_parameters(recurse=False)
+            if self.placement_of(key, one) != Replicate() or key in _ADDED_ONCE
+        }
+        if not sizes:
+            raise ValueError(
+                f"module {name!r} has no parameters of its own with the experts along dim 0, which"
+                f" {type(self).__name__} shards: give its path in the plan, not its parent's"
+            )
+        if len(set(sizes.values())) > 1 or not all(sizes.values()):
+            raise ValueError(
+                f"the parameters of module {name!r} have different sizes of dim 0, {sizes}, and should have the"
+                " experts there: give others as parameters={name: Replicate()}"
+            )
+        return next(iter(sizes.values()))
+
+    def make_forward(
+        self, module: nn.Module, mesh: DeviceMesh, *, takes_own_tokens: bool = False, grad_scale: float = 1.0
+    ) -> ExpertForward:
+        """The forward of a module whose parameters have been sharded."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertParallel(ExpertStyle):
+    """Experts sharded over the ranks: each has E/p of them, the first ranks one more if they don't divide.
+
+    Each token travels to the ranks of its k experts, and their outputs travel back. Each rank sends its share of
+    replicated tokens, and its own of sharded ones, such as a sequence sharded between layers. Outputs and gradients are
+    those of one process but for the order in which a token's k outputs are added. A forward takes an all_gather of the
+    counts and two all_to_alls, and an all_gather of the outputs of replicated tokens. No token is dropped, unless a
+    ``capacity_factor`` says so. (D. Lepikhin et al., "GShard", 2020.)
+
+    The module's own code runs on the rows for this rank's experts, with ``num_experts`` set to their number,
+    ``top_k_index`` counted from the first of them, and weights of 1. Random numbers in it, as a dropout's, are drawn by
+    each rank for itself.
+
+    Args:
+        parameters: The placements of parameters without experts: ``{"scale": Replicate()}``. All others of the
+            module's own are sharded along dim 0; sub-modules are replicated.
+        outputs: The placement of the output; None is that of the tokens.
+        capacity_factor: At most this many times the average number of tokens go to one expert, the first ones of all
+            ranks' tokens; what others would have got of it is zero (W. Fedus et al., "Switch Transformers", 2021).
+            `expert_loads` has the number of those. None drops none.
+    """
+
+    capacity_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        factor = self.capacity_factor
+        if factor is None:
+            return
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise TypeError(f"capacity_factor must be a number or None, not {factor!r}")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"capacity_factor must be more than 0 and finite, not {factor!r}")
+
+    @override
+    def placement_of(self, name: str, parameter: torch.Tensor) -> Placement:
+        return self.parameters.get(name, Shard(0))
+
+    @override
+    def preparation(self) -> IOPlacements:
+        return IOPlacements()
+
+    @override
+    def make_forward(
+        self, module: nn.Module, mesh: DeviceMesh, *, takes_own_tokens: bool = False, grad_scale: float = 1.0
+    ) -> ExpertForward:
+        num_experts = self.count_experts(type(module).__name__, module)
+        assert self.outputs is None or isinstance(self.outputs, Placement), "`check` has seen it"
+        own = expert_range(num_experts, mesh.size, mesh.group.rank)
+        return ExpertParallelForward(
+            module,
+            mesh,
+            num_experts,
+            own.stop - own.start,
+            capacity_factor=self.capacity_factor,
+            outputs=self.outputs,
+            takes_own_tokens=takes_own_tokens,
+            grad_scale=grad_scale,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallelExperts(ExpertStyle):
+    """Every expert sharded over the ranks by its inner features: each rank has I/p of all E experts.
+
+    Each rank computes a part of the sum that is an expert's output, for all tokens; forward reduces the sum of all
+    experts by one allreduce or reduce_scatter, backward the gradients of tokens and weights by an allreduce each.
+
+    ``gate_up_proj`` (E, 2 I, H) is sharded along its dim 1, gates and ups each by themselves, ``down_proj`` (E, H, I)
+    along its dim 2. ``up_proj``, ``gate_proj`` and biases go with them; ``down_proj_bias`` is replicated, and added by
+    one rank.
+
+    Args:
+        parameters: The placements of parameters with other names, or of weights that lie otherwise: those of a module
+            whose ``is_transposed`` is true, or ``is_concatenated`` false, must be given.
+        outputs: The placement of the output, `Replicate`, or ``Shard(dim)`` for a sequence that is sharded between
+            layers; None is `Replicate`.
+    """
+
+    @override
+    def check(self, name: str, module: nn.Module) -> None:
+        ExpertStyle.check(self, name, module)
+        unknown = [
+            key for key, _ in module.named_parameters(recurse=False) if key not in self.parameters and key not in _KNOWN
+        ]
+        if unknown:
+            raise ValueError(
+                f"TensorParallelExperts doesn't know how to shard {unknown[0]!r} of module {name!r}: it knows"
+                f" {', '.join(_KNOWN)}; give the placement as parameters={{{unknown[0]!r}: Shard(...)}}"
+            )
+        lies_otherwise = getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True)
+        if lies_otherwise and not self.parameters:
+            raise ValueError(
+                f"the weights of module {name!r} are transposed, or gates and ups alternate: give their placements, as"
+                " parameters={'gate_up_proj': Shard(2, blocks=2), 'down_proj': Shard(1)}"
+            )
+
+    @override
+    def placement_of(self, name: str, parameter: torch.Tensor) -> Placement:
+        return self.parameters.get(name, _KNOWN.get(name, Replicate()))
+
+    @override
+    def preparation(self) -> IOPlacements:
+        return IOPlacements()
+
+    @override
+    def make_forward(
+        self, module: nn.Module, mesh: DeviceMesh, *, takes_own_tokens: bool = False, grad_scale: float = 1.0
+    ) -> ExpertForward:
+        del takes_own_tokens, grad_scale
+        num_experts = self.count_experts(type(module).__name__, module)
+        assert self.outputs is None or isinstance(self.outputs, Placement), "`check` has seen it"
+        outputs = self.outputs or Replicate()
+        return TensorParallelExpertsForward(module, mesh, num_experts, outputs=outputs, once=_ADDED_ONCE)
+
+
+_KNOWN: dict[str, Placement] = {
+    "gate_up_proj": Shard(1, blocks=2),
+    "gate_up_proj_bias": Shard(1, blocks=2),
+    "gate_proj": Shard(1),
+    "gate_proj_bias": Shard(1),
+    "up_proj": Shard(1),
+    "up_proj_bias": Shard(1),
+    "down_proj": Shard(2),
+    "down_proj_bias": Replicate(),
+}

@@ -1,0 +1,194 @@
+"""Plans of models that were not written for ferrodist: a model's own plan, by the names of Hugging Face's styles.
+
+A transformers model has a plan of its own: ``model.tp_plan`` maps paths of modules and of parameters to names of
+styles, such as ``"colwise"``. Everything inside of a parallelized model is a distributed tensor here, and gradients
+follow from placements; so styles that only say how gradients are summed there replicate parameters here.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ferrodist.arguments import check_type
+from ferrodist.errors import UnsupportedOpError
+from ferrodist.parallel.tensor_parallel.experts import ExpertParallel, ExpertStyle, TensorParallelExperts
+from ferrodist.parallel.tensor_parallel.family_plans import BASE_PLANS, HEAD_PLAN
+from ferrodist.parallel.tensor_parallel.styles import (
+    ColumnParallel,
+    RowParallel,
+    SequenceParallel,
+    Style,
+    VocabularyParallel,
+)
+from ferrodist.tensor.placement import Replicate, Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ferrodist.tensor.placement import Placement
+
+_REPLICATED = Style()
+
+MODULE_STYLES: Mapping[str, Style] = {
+    "colwise": ColumnParallel(),
+    "colwise_gather_output": ColumnParallel(outputs=Replicate()),
+    "colwise_rep": ColumnParallel(outputs=Replicate()),
+    "rowwise": RowParallel(),
+    "rowwise_split_input": RowParallel(),  # it shards a full input by itself
+    "rowwise_rep": RowParallel(),
+    "packed_colwise": ColumnParallel(blocks=2),
+    "embedding_rowwise": VocabularyParallel(),
+    "embedding_colwise": Style(parameters={"weight": Shard(1)}, wanted=Replicate(), outputs=Replicate()),
+    "sequence_parallel": SequenceParallel(),
+    "all_reduce": Style(outputs=Replicate()),
+    # Gradients of replicated parameters and inputs are summed wherever they are partial:
+    "replicate": _REPLICATED,
+    "replicated_with_grad_allreduce": _REPLICATED,
+    "mla_kv_a_proj": _REPLICATED,
+    "local_params": _REPLICATED,  # the plan names its parameters
+    "moe_tp_experts": TensorParallelExperts(),
+    "ep_dispatch_experts": ExpertParallel(),
+}
+"""The styles of modules, by transformers' names."""
+
+_PARAMETER_PLACEMENTS: Mapping[str, Callable[[int], Placement]] = {
+    "colwise": lambda ndim: Shard(max(ndim - 2, 0)),
+    "rowwise": lambda ndim: Shard(ndim - 1) if ndim > 1 else Replicate(),
+    "packed_colwise": lambda ndim: Shard(ndim - 2, blocks=2) if ndim > 1 else Shard(0),
+    "packed_rowwise": lambda ndim: Shard(ndim - 1, blocks=2) if ndim > 1 else Replicate(),
+    "grouped_gemm": lambda _: Shard(0),
+    "replicate": lambda _: Replicate(),
+    "replicated_with_grad_allreduce": lambda _: Replicate(),
+}
+"""The placements of parameters that a plan names, by transformers' names of styles, given the number of dims."""
+
+
+def find_model_plan(module: nn.Module) -> dict[str, Style]:
+    """The styles of a model's own plan, or else of its family, by the paths of modules.
+
+    Rules for modules that the model does not have are left out, as transformers has it: plans are written for classes
+    of models.
+
+    Raises:
+        ValueError: The model has no plan, or none of its rules matches a module.
+        UnsupportedOpError: The plan has a style that is not known here.
+    """
+    names = getattr(module, "tp_plan", None)
+    if not isinstance(names, Mapping) or not names:
+        names = _find_family_plan(module)
+    kind = type(module).__name__
+    if not names:
+        raise ValueError(
+            f'plan="auto" takes a model\'s own plan, its attribute tp_plan, or that of its family, and {kind} has none:'
+            ' pass a plan, such as {"layers.*.up": fd.ColumnParallel()}'
+        )
+    plan = resolve_names(module, names, skips_unmatched=True)
+    if not plan:
+        raise ValueError(
+            f"no path of the plan of {kind} matches a module; the plan has {', '.join(map(repr, list(names)[:4]))}"
+        )
+    return plan
+
+
+def _find_family_plan(module: nn.Module) -> dict[str, Style | str]:
+    """The plan of a transformers model's family, with the paths of this model; empty if there is none."""
+    base = BASE_PLANS.get(getattr(getattr(module, "config", None), "model_type", ""), {})
+    prefix = getattr(module, "base_model_prefix", "")
+    start = f"{prefix}." if prefix and isinstance(getattr(module, prefix, None), nn.Module) else ""
+    plan = {f"{start}{path}": style for path, style in base.items()}
+    heads = {path: style for path, style in HEAD_PLAN.items() if isinstance(_find_module(module, path), nn.Linear)}
+    return {**plan, **heads} if base else {}
+
+
+def _find_module(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def read_plan(module: nn.Module, plan: Mapping[str, Style | str] | str) -> dict[str, Style]:
+    """The styles that a user's plan gives: "auto", or a mapping whose styles may be names."""
+    if not isinstance(plan, str):
+        return resolve_names(module, plan)
+    if plan != "auto":
+        raise ValueError(f'plan must be "auto" or a mapping from paths to styles, not {plan!r}')
+    return find_model_plan(module)
+
+
+def resolve_names(
+    module: nn.Module, plan: Mapping[str, Style | str], *, skips_unmatched: bool = False
+) -> dict[str, Style]:
+    """A plan with transformers' names of styles as a plan of styles, by paths of modules.
+
+    Names may be those of parameters, too. ``skips_unmatched`` leaves out paths that match nothing, which otherwise
+    stay, for an error.
+    """
+    check_type(plan, Mapping, 'a plan is "auto" or a mapping from paths to styles')
+    modules = dict(module.named_modules())
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    found: dict[str, Style] = {}
+    placed: dict[str, dict[str, Placement]] = {}  # of the owners of parameters that the plan names
+    for path, style in plan.items():
+        if not isinstance(style, str):
+            if not skips_unmatched or _matching(path, modules):
+                found[path] = style
+            continue
+        own = [name for name in _matching(path, parameters) if name not in modules]
+        for name in own:
+            owner, _, key = name.rpartition(".")
+            placed.setdefault(owner, {})[key] = _place_parameter(name, style, parameters[name].dim())
+        matched = _matching(path, modules)
+        if own and not matched:
+            continue
+        if matched or not skips_unmatched:
+            found[path] = _find_style(path, style)
+    return _add_placements(found, placed)
+
+
+def _matching(path: str, names: Iterable[str]) -> list[str]:
+    """The names that a path with wildcards matches, part by part."""
+    patterns = path.split(".")
+    return [
+        name
+        for name in names
+        if len(parts := name.split(".")) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+    ]
+
+
+def _find_style(path: str, name: str) -> Style:
+    if name not in MODULE_STYLES:
+        raise UnsupportedOpError(
+            f"the plan's style {name!r} for {path!r} is not known; known are {', '.join(sorted(MODULE_STYLES))}: pass"
+            " a plan with a Style for it"
+        )
+    return MODULE_STYLES[name]
+
+
+def _place_parameter(name: str, style: str, ndim: int) -> Placement:
+    if style not in _PARAMETER_PLACEMENTS:
+        raise UnsupportedOpError(
+            f"the plan's style {style!r} for the parameter {name!r} is not known; known are"
+            f" {', '.join(sorted(_PARAMETER_PLACEMENTS))}: pass a plan with a Style for its module"
+        )
+    return _PARAMETER_PLACEMENTS[style](ndim)
+
+
+def _add_placements(found: dict[str, Style], placed: Mapping[str, Mapping[str, Placement]]) -> dict[str, Style]:
+    """Add the placements of parameters to the styles of their owners, which then have a path each."""
+    plan = dict(found)
+    for owner, placements in placed.items():
+        patterns = [pattern for pattern in found if _matching(pattern, [owner])]
+        style = found[patterns[0]] if patterns else _REPLICATED
+        if isinstance(style, ExpertStyle):
+            plan[owner] = replace(style, parameters=placements)
+        else:
+            plan[owner] = Style(parameters=placements, wanted=style.wanted, outputs=style.outputs)
+        for pattern in patterns:
+            plan.pop(pattern, None)
+    return plan

@@ -1,0 +1,209 @@
+"""`parallelize(model, mesh, "auto")`: whole models by their own plans, or their families', compute as one process."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from test_transformers import SIZES, TOKENS, bert, gpt2, llama, mixtral, t5, whisper, words, write
+from torch import nn
+
+import ferrodist as fd
+from ferrodist import ColumnParallel, DTensor, Replicate, Shard
+from ferrodist.errors import UnsupportedOpError
+from ferrodist.testing import run_ranks
+
+
+def decoder(kind, **options):
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **TOKENS, **options)
+    batch = {"input_ids": words(2, 10), "labels": words(2, 10)}
+    return getattr(transformers, f"{kind}ForCausalLM")(config), None, batch, {"input_ids": words(2, 5)}
+
+
+def phi3():
+    """A fused layer of queries, keys and values, which is gathered."""
+    return decoder("Phi3", num_key_value_heads=2)
+
+
+def gpt_neox():
+    return decoder("GPTNeoX")
+
+
+def deepseek_v3():
+    """Latent attention, and experts of which each is sharded."""
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+    experts["experts_implementation"] = "eager"  # others take no float64
+    return decoder("DeepseekV3", num_key_value_heads=4, n_group=1, topk_group=1, **sizes, **experts)
+
+
+def bloom():
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, **TOKENS)
+    batch = {"input_ids": words(2, 10), "labels": words(2, 10)}
+    return transformers.BloomForCausalLM(config), None, batch, {"input_ids": words(2, 5)}
+
+
+def bart():
+    sizes = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0}
+    layers = {f"{stack}_{name}": 2 for stack in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    config = transformers.BartConfig(vocab_size=64, **sizes, **layers, **TOKENS, decoder_start_token_id=2)
+    batch = {"input_ids": words(2, 10), "labels": words(2, 7, seed=2)}
+    return transformers.BartForConditionalGeneration(config), None, batch, None
+
+
+def roberta():
+    """A head that is a module of its own."""
+    config = transformers.RobertaConfig(**SIZES, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+    return transformers.RobertaForMaskedLM(config), None, {"input_ids": words(2, 10), "labels": words(2, 10)}, None
+
+
+def clip():
+    """Text and pictures, whose similarity is the loss."""
+    sizes = {name: size for name, size in SIZES.items() if name not in ("vocab_size", "max_position_embeddings")}
+    text = {"vocab_size": 64, "max_position_embeddings": 16, **TOKENS, **sizes, "projection_dim": 16}
+    vision = {"image_size": 16, "patch_size": 8, **sizes, "projection_dim": 16}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    pixels = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    batch = {"input_ids": words(2, 10), "pixel_values": pixels, "return_loss": True}
+    return transformers.CLIPModel(config), None, batch, None
+
+
+def gradients(model, batch):
+    """The loss of a model, and its gradients, full ones."""
+    loss = model(**batch).loss
+    loss.backward()
+    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return loss.detach(), {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "num_sharded"),
+    [
+        (llama, 16),
+        (phi3, 10),
+        (gpt_neox, 13),
+        (mixtral, 14),
+        (deepseek_v3, 10),
+        (gpt2, 13),
+        (bloom, 13),
+        (bert, 22),
+        (roberta, 22),
+        (t5, 33),
+        (bart, 55),
+        (whisper, 49),
+        (clip, 41),
+    ],
+)
+def test_a_whole_model_by_its_own_plan(family, num_sharded):
+    """One line shards the layers that transformers shards, or that its family's plan names; the rest is replicated."""
+    torch.manual_seed(0)
+    model, _, batch, _ = family()
+    model = model.double()
+    expected = gradients(copy.deepcopy(model), batch)
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (-1,), ("tensor",))
+        mine = fd.parallelize(copy.deepcopy(model), mesh, "auto")
+        # Some of transformers' own steps are in float32.
+        torch.testing.assert_close(gradients(mine, batch), expected, rtol=1e-5, atol=1e-6, check_dtype=False)
+        return sum(one.placements != (Replicate(),) for one in mine.parameters())
+
+    assert run_ranks(program, 2, backend="native") == [num_sharded] * 2
+
+
+@pytest.mark.parametrize("family", [llama, mixtral])
+def test_writing_by_its_own_plan(family):
+    """``generate`` writes the tokens of one process."""
+    torch.manual_seed(0)
+    model, _, _, beginning = family()
+    model = model.double()
+    tokens = write(copy.deepcopy(model), beginning)
+
+    def program(group):
+        mine = fd.parallelize(copy.deepcopy(model), fd.DeviceMesh(group, (-1,), ("tensor",)), "auto")
+        assert write(mine, beginning).tolist() == tokens.tolist()
+
+    run_ranks(program, 2, backend="native")
+
+
+def test_experts_by_the_plan_of_transformers():
+    """``ep_plan`` beside ``tp_plan``: experts are distributed whole, and their tokens travel."""
+    torch.manual_seed(0)
+    model, _, batch, _ = mixtral()
+    model = model.double()
+    expected = gradients(copy.deepcopy(model), batch)
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (-1,), ("tensor",))
+        mine = fd.parallelize(copy.deepcopy(model), mesh, {**model.tp_plan, **model.ep_plan})
+        assert mine.model.layers[0].mlp.experts.down_proj.placements == (Shard(0),)
+        torch.testing.assert_close(gradients(mine, batch), expected, rtol=1e-5, atol=1e-6, check_dtype=False)
+
+    run_ranks(program, 2, backend="native")
+
+
+class Planned(nn.Sequential):
+    """A model that brings a plan, as those of transformers do."""
+
+    def __init__(self, plan):
+        super().__init__(nn.Linear(6, 8), nn.Linear(8, 6))
+        self.tp_plan = plan
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "error", "message"),
+    [
+        (nn.Linear(2, 2), "auto", ValueError, "its attribute tp_plan, or that of its family, and Linear has none"),
+        (nn.Linear(2, 2), "best", ValueError, "plan must be \"auto\" or a mapping from paths to styles, not 'best'"),
+        (nn.Linear(2, 2), 3, TypeError, 'a plan is "auto" or a mapping from paths to styles'),
+        (Planned({"layers.*": "colwise"}), "auto", ValueError, "no path of the plan of Planned matches a module"),
+        (Planned({"0": "diagonal"}), "auto", UnsupportedOpError, "the plan's style 'diagonal' for '0' is not known"),
+        (Planned({"0.weight": "all_reduce"}), "auto", UnsupportedOpError, "for the parameter '0.weight' is not known"),
+        (Planned({}), {"7": "colwise"}, ValueError, "the plan's path '7' matches no module"),
+    ],
+)
+def test_wrong_plans(model, plan, error, message):
+    """They are refused by name on all ranks, and by `describe_plan` too."""
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (-1,), ("tensor",))
+        with pytest.raises(error) as refusal:
+            fd.describe_plan(model, mesh, plan)
+        assert message in str(refusal.value)
+        with pytest.raises((error, UnsupportedOpError)) as refusal:
+            fd.parallelize(copy.deepcopy(model), mesh, plan)
+        assert message in str(refusal.value)
+
+    run_ranks(program, 2)
+
+
+def test_names_of_styles_and_styles_mix():
+    """A plan by hand has both, for modules and for parameters."""
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (-1,), ("tensor",))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8, dtype=torch.float64), nn.Linear(8, 6, dtype=torch.float64))
+        x = torch.ones(2, 6, dtype=torch.float64)
+        expected = model(x)
+        mine = fd.parallelize(copy.deepcopy(model), mesh, {"0": ColumnParallel(), "1.weight": "rowwise"})
+        assert mine[0].weight.placements == (Shard(0),)
+        assert mine[1].weight.placements == (Shard(1),)
+        torch.testing.assert_close(mine(x), expected)
+
+    run_ranks(program, 2, backend="native")
+
+
+def test_describe_plan():
+    """Placements, bytes and collectives, of a model on the meta device, without another rank's help."""
+    mesh = fd.DeviceMesh(fd.SimulatedBackend.create_group(2)[0], (-1,), ("tensor",))
+    with torch.device("meta"):
+        model = Planned({"0": "colwise", "1": "rowwise"})
+    assert fd.describe_plan(model, mesh, "auto").splitlines() == [
+        "parameter  shape   placement      MiB  forward",
+        "0.weight   (8, 6)  Shard(0)     0.000",
+        "0.bias     (8,)    Shard(0)     0.000",
+        "1.weight   (6, 8)  Shard(1)     0.000  allreduce",
+        "1.bias     (6,)    Replicate()  0.000",
+        "4 parameters: 0.00 MiB on this rank of 2, of 0.00 MiB; 0.00 MiB of these replicated",
+    ]

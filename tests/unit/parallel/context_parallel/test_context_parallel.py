@@ -1,0 +1,304 @@
+"""`context_parallel` and `ulysses_attention`: attention of calls and of whole models over a sharded sequence."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import ferrodist as fd
+from ferrodist.testing import run_ranks
+
+METHODS = ["ring", "ulysses"]
+
+
+def close(one, other, tolerance=1e-12):
+    assert (one - other).abs().max() <= tolerance * other.abs().max(), (one - other).abs().max()
+
+
+def whole(length=13, heads=6, key_heads=6):
+    torch.manual_seed(length)
+    shapes = [(2, heads, length, 4), (2, key_heads, length, 4), (2, key_heads, length, 4), (2, heads, length, 4)]
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bounds", [None, [0, 4, 4, 13]])
+def test_ulysses_is_attention_of_one_process(num_ranks, causal, bounds):
+    """Heads exchanged for tokens and back, with uneven lengths, grouped heads and documents, backward too."""
+    q, k, v, grad = whole(heads=12)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    pieces = [slice(0, 13)] if bounds is None else [slice(0, 4), slice(4, 13)]
+    expected = torch.cat(
+        [
+            scaled_dot_product_attention(*[x[:, :, piece] for x in leaves], is_causal=causal, enable_gqa=True)
+            for piece in pieces
+        ],
+        2,
+    )
+    expected = [expected.detach(), *torch.autograd.grad(expected, leaves, grad)]
+
+    def program(group):
+        parts = [fd.context_shard(x, 2, group).requires_grad_() for x in (q, k, v)]
+        options = {"causal": causal, "cu_seqlens": bounds, "enable_gqa": True}
+        output = fd.ulysses_attention(*parts, group=group, **options)
+        grads = torch.autograd.grad(output, parts, fd.context_shard(grad, 2, group))
+        return [fd.context_unshard(x.detach(), 2, group) for x in (output, *grads)]
+
+    for joined in run_ranks(program, num_ranks):
+        for one, other in zip(joined, expected, strict=True):
+            close(one, other)
+
+
+def test_ulysses_of_fewer_tokens_than_ranks():
+    """Ranks without a token compute heads, and take part in backward."""
+    q, k, v, grad = whole(length=1)
+
+    def program(group):
+        parts = [fd.context_shard(x, 2, group).requires_grad_() for x in (q, k, v)]
+        output = fd.ulysses_attention(*parts, group=group, causal=True)
+        output.backward(fd.context_shard(grad, 2, group))
+        return fd.context_unshard(parts[2].grad, 2, group)
+
+    close(run_ranks(program, 3)[0], grad)
+
+
+def test_ulysses_needs_heads_that_ranks_share():
+    """The error says what to do, on all ranks."""
+    q, k, v, _ = whole(heads=6, key_heads=2)
+
+    def program(group):
+        parts = [fd.context_shard(x, 2, group) for x in (q, k, v)]
+        with pytest.raises(ValueError, match="3 ranks can't share the 2 of k and v evenly"):
+            fd.ulysses_attention(*parts, group=group, enable_gqa=True)
+
+    run_ranks(program, 3)
+
+
+def decoder():
+    """A small Llama with grouped heads."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=37,
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config).double()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("bounds", [None, [0, 7, 19]])
+def test_a_model_of_hugging_face_trains_as_in_one_process(method, num_ranks, bounds):
+    """Position ids, shifted labels, the mean of the loss, and gradients that DDP averages."""
+    torch.manual_seed(1)
+    ids = torch.randint(37, (1, 19))
+    labels = ids.clone()
+    labels[:, 3:6] = -100
+    alone = decoder()
+    positions = torch.arange(19) if bounds is None else torch.cat([torch.arange(7), torch.arange(12)])
+    counted = labels.clone()
+    if bounds is not None:
+        counted[:, 7] = -100
+    loss = alone(input_ids=ids, labels=counted, position_ids=positions[None]).loss
+    loss.backward()
+    start = decoder()
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (-1,), ("context",))
+        model = fd.DDP(copy.deepcopy(start), group)
+        batch = fd.context_shard_batch({"input_ids": ids, "labels": labels}, group, cu_seqlens=bounds)
+        with fd.context_parallel(mesh["context"], method, causal=True, cu_seqlens=bounds):
+            own = model(**batch).loss
+            own.backward()
+        mean = fd.allreduce(own.detach(), fd.ReduceOp.MEAN, group=group)
+        return mean, [parameter.grad for parameter in model.parameters()]
+
+    for mean, grads in run_ranks(program, num_ranks):
+        assert abs(float(mean) - float(loss.detach())) < 1e-6  # Hugging Face computes losses in float32
+        for one, other in zip(grads, alone.parameters(), strict=True):
+            close(one, other.grad, 1e-5)
+
+
+class Layer(nn.Module):
+    """Attention to all tokens, and a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.output = nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (6, 2)).transpose(1, 2) for part in self.inputs(x).chunk(3, -1))
+        return x + self.output(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Encoder(nn.Module):
+    """A model of plain layers, with an embedding of positions."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.positions = nn.Embedding(17, 12), nn.Embedding(32, 12)
+        self.layers = nn.Sequential(Layer(), nn.LayerNorm(12), Layer())
+        self.head = nn.Linear(12, 17)
+        self.double()
+
+    def forward(self, input_ids, position_ids):
+        return self.head(self.layers(self.embedding(input_ids) + self.positions(position_ids)))
+
+
+def test_torchs_multi_head_attention_is_refused():
+    """A mode does not see what it calls: it would attend to this rank's tokens, silently."""
+    mesh = fd.DeviceMesh(fd.SimulatedBackend.create_group(1)[0], (1,), ("context",))
+    layer, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.ones(1, 3, 4)
+    with pytest.raises(NotImplementedError, match="MultiheadAttention"), fd.context_parallel(mesh):
+        layer(x, x, x, need_weights=False)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_encoder_of_plain_layers_trains_as_in_one_process(method):
+    """Attention without a mask, and a loss of one's own, exact in float64."""
+    torch.manual_seed(2)
+    ids = torch.randint(17, (2, 11))
+    alone = Encoder()
+    logits = alone(ids, torch.arange(11)[None])
+    cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    start = Encoder()
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (-1,), ("context",))
+        model = fd.DDP(copy.deepcopy(start), group)
+        batch = fd.context_shard_batch({"input_ids": ids, "labels": ids}, group)
+        with fd.context_parallel(mesh, method, causal=False):
+            logits = model(batch["input_ids"], batch["position_ids"])
+            total = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+            (total / batch["num_items_in_batch"]).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for grads in run_ranks(program, 3):
+        for one, other in zip(grads, alone.parameters(), strict=True):
+            # The gradient of a key's bias is 0 but for rounding.
+            assert (one - other.grad).abs().max() < 1e-13
+
+
+def test_other_threads_and_later_calls_have_torchs_attention():
+    """Only the block of this thread is changed, not torch."""
+    q, k, v, _ = whole()
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (-1,), ("context",))
+        with fd.context_parallel(mesh):
+            if group.rank == 0:
+                fd.recv_object(1, group=group)
+            else:
+                fd.send_object(True, 0, group=group)
+            scaled_dot_product_attention(q, k, v)
+        return scaled_dot_product_attention(q, k, v)
+
+    assert all(torch.equal(x, scaled_dot_product_attention(q, k, v)) for x in run_ranks(program, 2))
+
+
+def run_in_context(call, match, error=ValueError, *, rank=1, **options):
+    """Run ``call(group, q, k, v)`` in a context, which fails on one rank by ``error``, and on others, too."""
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (-1,), ("context",))
+        parts = [fd.context_shard(x, 2, group) for x in whole(12)[:3]]
+        is_own = rank in (None, group.rank)
+        with (
+            pytest.raises(error if is_own else fd.CollectiveMismatchError, match=match),
+            fd.context_parallel(mesh, **options),
+        ):
+            call(group, *parts)
+        fd.barrier(group=group)
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rank", [None, 1])
+def test_masks_dropout_and_other_kinds_raise_on_all_ranks(method, rank):
+    """Each would be of this rank's tokens only, and silently so."""
+
+    def call(**options):
+        def attend(group, q, k, v):
+            own = options if rank in (None, group.rank) else {}
+            scaled_dot_product_attention(q, k, v, **own)
+
+        return attend
+
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    run_in_context(call(attn_mask=mask.tril()), "has a mask of shape", method=method, rank=rank)
+    run_in_context(call(attn_mask=torch.zeros(6, 6)), "has a mask of shape", method=method, rank=rank)
+    run_in_context(call(dropout_p=0.5), "dropout_p must be 0", method=method, rank=rank)
+    run_in_context(call(is_causal=True), "is_causal=True", method=method, rank=rank, causal=False)
+    marker = torch.ones((), dtype=torch.bool).expand(2, 1, 6, 6)
+    run_in_context(call(attn_mask=marker), "pass causal=", method=method, rank=rank)
+
+
+def test_wrong_arguments_of_the_block():
+    """Errors name the argument, before anything is sent."""
+    with fd.use_group(fd.SimulatedBackend.create_group(1)[0]) as _:
+        mesh = fd.DeviceMesh(None, (1, 1), ("data", "context"))
+        for arguments, match, error in [
+            ((1,), "mesh must be a DeviceMesh", TypeError),
+            ((mesh,), "mesh must have one axis", ValueError),
+            ((mesh["context"], "tree"), "method must be", ValueError),
+        ]:
+            with pytest.raises(error, match=match), fd.context_parallel(*arguments):
+                pass
+        with pytest.raises(TypeError, match="causal must be"), fd.context_parallel(mesh["context"], causal=1):
+            pass
+        with pytest.raises(RuntimeError, match="sdpa"), fd.context_parallel(mesh["context"]):
+            torch.ones(1) + 1
+
+
+def test_a_checkpoint_outside_of_the_block_raises():
+    """Attention that is run anew without the block would be of this rank's tokens only."""
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (-1,), ("context",))
+        q, k, v = (fd.context_shard(x, 2, group).requires_grad_() for x in whole(12)[:3])
+        with fd.context_parallel(mesh):
+            output = checkpoint(scaled_dot_product_attention, q, k, v, use_reentrant=False)
+        with pytest.raises(CheckpointError, match="different number of tensors"):
+            output.sum().backward()
+        with fd.context_parallel(mesh):
+            checkpoint(scaled_dot_product_attention, q, k, v, use_reentrant=False).sum().backward()
+        return q.grad
+
+    run_ranks(program, 2)
+
+
+BATCHES = {
+    "no ids": ({"labels": torch.ones(1, 4, dtype=torch.int64)}, "no 'input_ids'"),
+    "unknown": ({"input_ids": torch.ones(1, 4), "token_type_ids": torch.ones(1, 4)}, "token_type_ids"),
+    "shape": ({"input_ids": torch.ones(4)}, r"\(batch, tokens\)"),
+    "labels": ({"input_ids": torch.ones(1, 4), "labels": torch.ones(1, 5)}, "labels must be of the shape"),
+    "padding": ({"input_ids": torch.ones(1, 4), "attention_mask": torch.tensor([[1, 1, 1, 0]])}, "padding"),
+    "no label": ({"input_ids": torch.ones(1, 4), "labels": torch.full((1, 4), -100)}, "no label that counts"),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_that_cannot_be_sharded(name):
+    """Padding and unknown entries would be silently wrong."""
+    batch, match = BATCHES[name]
+    group = fd.SimulatedBackend.create_group(1)[0]
+    before = copy.deepcopy(batch)
+    with pytest.raises(ValueError, match=match):
+        fd.context_shard_batch(batch, group)
+    assert all(torch.equal(batch[each], before[each]) for each in batch)
+    with pytest.raises(ValueError, match="cu_seqlens ends at 3"):
+        fd.context_shard_batch({"input_ids": torch.ones(1, 4)}, group, cu_seqlens=[0, 3])
+    with pytest.raises(TypeError, match="mapping"):
+        fd.context_shard_batch([1], group)
