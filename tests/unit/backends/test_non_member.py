@@ -27,7 +27,13 @@ def enter(context):
         pytest.fail("a block was entered with a group that this rank is not in")
 
 
+_HEADS = (torch.ones(1, 1, 2, 4),) * 3
 OTHER_ARGUMENTS = {
+    "ring_attention": _HEADS,
+    "ulysses_attention": _HEADS,
+    "context_shard": (torch.ones(2, 4),),
+    "context_unshard": (torch.ones(2, 4),),
+    "context_shard_batch": ({"input_ids": torch.ones(1, 4, dtype=torch.long)},),
     "DDP": (linear(),),
     "DiLoCo": (linear(),),
     "FSDP": (linear(),),

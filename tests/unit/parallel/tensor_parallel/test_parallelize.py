@@ -231,7 +231,7 @@ def test_values_are_those_of_rank_0():
         ({"up": ColumnParallel(), "u*": RowParallel()}, ValueError, "module 'up' has two styles, by 'up' and by 'u*'"),
         ({"": ColumnParallel()}, TypeError, "ColumnParallel shards an nn.Linear"),
         ({"up": ColumnParallel}, TypeError, "must be a style, as ColumnParallel()"),
-        ([ColumnParallel()], TypeError, "a plan is a mapping"),
+        ([ColumnParallel()], TypeError, 'a plan is "auto" or a mapping'),
         ({"up": Style(parameters={"wait": Shard(0)})}, ValueError, "module 'up' has no parameter 'wait'"),
         ({"up": Style(parameters={"weight": 0})}, TypeError, "give parameter 'up.weight' a placement, as Shard(0)"),
         ({"up": Style(wanted=3)}, TypeError, "the style of module 'up' must have wanted= of placements"),
