@@ -6,7 +6,7 @@ Until rank 0 commits, nothing that a reader sees has changed; see [Note: commit]
 
 [Note: five collectives]
 1. gather      a rank has opened the storage and collected its state: its report. Rank 0 plans, and begins the save.
-2. scatter     the rank's files, or why there is no plan. Each rank reduces its partial sums, and writes.
+2. scatter     the rank's files, or the reason for having none. Each rank reduces its partial sums, and writes.
 3. all-gather  the rank has written, or why not.
 4. gather      what the rank has written. Rank 0 commits.
 5. scatter     done, or why not.

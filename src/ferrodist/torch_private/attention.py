@@ -18,7 +18,7 @@ _forward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for
 _backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
 
 has_cpu_flash_attention = _forward is not None and _backward is not None
-"""Whether torch has attention on the CPU that gives the log-sum-exp of each query's scores, too."""
+"""True if torch has attention on the CPU that gives the log-sum-exp of each query's scores, too."""
 
 
 def cpu_flash_attention(

@@ -49,7 +49,7 @@ def context_shard_batch(
         the number of ranks. A loss of one's own is a sum of cross entropies divided by that number.
 
     Raises:
-        TypeError: ``batch`` is no mapping of tensors.
+        TypeError: ``batch`` is not a mapping of tensors.
         ValueError: ``input_ids`` is missing, shapes differ, an entry is unknown, the mask has padding, or no label
             counts.
     """

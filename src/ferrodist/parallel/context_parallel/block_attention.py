@@ -128,7 +128,7 @@ def _merge(
 
 
 def _is_for_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch's kernel takes them: it has one size of heads, and divides by sizes of 0."""
+    """True if torch's kernel takes these tensors: it has one size of heads, and divides by sizes of 0."""
     sizes_differ = query.shape[-1] != value.shape[-1]
     return (
         has_cpu_flash_attention and query.device.type == "cpu" and not sizes_differ and 0 not in query.shape + key.shape

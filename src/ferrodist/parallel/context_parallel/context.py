@@ -134,7 +134,7 @@ class _AttentionMode(TorchFunctionMode):
         )
 
     def _kind_of(self, mask: torch.Tensor | None, *, is_causal: bool) -> bool:
-        """Whether a call is causal; ValueError if its mask is of no use."""
+        """True if a call is causal; ValueError if its mask can't be used."""
         if mask is None:
             if self._causal is not None and is_causal is not self._causal:
                 raise ValueError(
@@ -180,7 +180,7 @@ def _raise_on_all_ranks(error: ValueError, group: Backend, timeout: float) -> No
 
 
 def _stands_for_all(mask: torch.Tensor) -> bool:
-    """Whether a mask is that of `context_shard_batch`: one element, True, expanded."""
+    """True if a mask is that of `context_shard_batch`: one element, True, expanded."""
     steps = [stride for stride, size in zip(mask.stride(), mask.shape, strict=True) if size > 1]
     is_one = mask.dtype is torch.bool and not any(steps)
     return is_one and (not mask.numel() or bool(mask[(0,) * mask.dim()]))

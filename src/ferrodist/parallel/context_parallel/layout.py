@@ -90,7 +90,7 @@ def context_shard(x: torch.Tensor, dim: int = 1, group: Backend | None = None) -
         This rank's tokens, about T / n, in memory of their own. Differentiable.
 
     Raises:
-        IndexError, TypeError, ValueError: ``dim`` is not a dim of ``x``, or ``x`` is no tensor or has no dims.
+        IndexError, TypeError, ValueError: ``dim`` is not a dim of ``x``, or ``x`` is not a tensor or has no dims.
     """
     chosen = resolve_group(group)
     if not isinstance(x, torch.Tensor):

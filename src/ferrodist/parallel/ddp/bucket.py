@@ -298,7 +298,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def finish(self, scale: float, *, is_joined: bool) -> None:
-        """Multiply the averages by ``scale``, and copy them to gradients that are no views; views hold them already.
+        """Scale the averages by ``scale``, and copy them to the gradients beside the bucket; views hold them already.
 
         Gradients stay None where no rank has one. On a rank that ``is_joined`` they stay as they are, though views then
         hold the others' averages.

@@ -57,7 +57,7 @@ def register_forward_method(module: torch.nn.Module, method_name: str) -> None:
 
     Raises:
         TypeError: An argument has the wrong type, or the attribute of that name can't be called.
-        ValueError: There is no such method, or it is not the model's own; or the module's FSDP exists no more.
+        ValueError: The method does not exist, or is not the model's own; or the module's FSDP has been collected.
 
     The method raises on every rank:
         CollectiveMismatchError: The ranks called different methods; or a result requires grad, and the ranks called

@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.unit import Unit
 
-_REQUEST = struct.Struct("<iI?Q")  # what it wants, the replica, whether a backward may follow, a digest of the trace
+_REQUEST = struct.Struct("<iI?Q")  # unit or status, replica, whether a backward may follow, digest of the trace
 _NAME_BYTES = 96  # of a method's name that ranks compare
 
 
 class _Status(enum.IntEnum):
-    """What a rank tells that wants no unit."""
+    """The status of a rank that requests no unit."""
 
     DONE = -1
     FAILED = -2
 
 
 class _Requests:
-    """What all ranks told in a round."""
+    """All ranks' requests and statuses in a round."""
 
     def __init__(self, records: Sequence[bytes]) -> None:
         fields = [_REQUEST.unpack(record) for record in records]

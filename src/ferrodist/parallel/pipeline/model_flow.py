@@ -1,6 +1,6 @@
-"""What a model's units compute for each other: found in one run of the model's own code, without its parameters.
+"""The flow of tensors between a model's units: found in one run of the model's own code, without its parameters.
 
-In that run units with state run on the meta device, and zeros take the place of what they return. A dispatch mode sees
+In that run units with state run on the meta device, and their results are replaced by zeros. A dispatch mode sees
 every operator between the units, and carries along from which results, inputs and own tensors a value comes. So each
 stage's needs are known exactly, whatever the code between the units does.
 """
@@ -78,7 +78,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """What goes from stage to stage."""
+    """The values that go from stage to stage."""
 
     calls: tuple[Call, ...]
     owners: tuple[int | None, ...]
@@ -110,7 +110,7 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         self._sources[id(memory)] = memory, frozenset(sources)
 
     def sources_of(self, value: Any) -> frozenset[Source]:
-        """Where the tensors in a nested value come from."""
+        """The origins of the tensors in a nested value."""
         found = [self._sources.get(id(_memory_of(tensor)), (None, _NOTHING))[1] for tensor in _tensors_in(value)]
         return frozenset().union(*found)
 
@@ -247,7 +247,7 @@ def find_flow(trace: Trace, owners: Mapping[str, int], num_stages: int) -> Flow:
 
 
 class _Needs:
-    """What each stage needs, added use by use."""
+    """The needs of each stage, added use by use."""
 
     def __init__(self, calls: Sequence[Call], num_stages: int) -> None:
         self._calls = calls
@@ -318,7 +318,7 @@ def _make_flow(calls: Sequence[Call], needs: _Needs, last_calls: Sequence[int]) 
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:
-    """What tensors share that are views of each other."""
+    """The storage of a tensor, which its views share; the tensor itself if it has none."""
     return tensor.untyped_storage() if tensor.layout is torch.strided and not tensor.is_nested else tensor
 
 

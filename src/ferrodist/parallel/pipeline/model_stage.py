@@ -34,7 +34,7 @@ class _StageDone(BaseException):
 
 
 class _Switch(threading.local):
-    """What takes the calls of a skeleton's units, in this thread: (path, args, kwargs) to the result."""
+    """The handler of calls of a skeleton's units, in this thread: (path, args, kwargs) to the result."""
 
     call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
@@ -131,7 +131,7 @@ def _make_proxy(face: torch.nn.Module, path: str, switch: _Switch) -> torch.nn.M
 
 
 class ModelDivision:
-    """What the stages of a model have in common: its units, and how values flow between them."""
+    """The common data of a model's stages: its units, and the flow of values between them."""
 
     def __init__(self, model: torch.nn.Module, units: ModelUnits, output: Callable[[Any], Any]) -> None:
         self.name = type(model).__name__
@@ -189,7 +189,7 @@ class ModelDivision:
         return measure_units(self.units.units, lambda call: self.skeleton.run(call, args, kwargs), clock=clock)
 
     def flow(self, args: Any, kwargs: Any, *, is_training: bool) -> Flow:
-        """How values flow for these inputs."""
+        """The flow of values for these inputs."""
         return find_flow(self.trace(args, kwargs, is_training=is_training), self.owners, self.num_stages)
 
 
@@ -217,7 +217,7 @@ class ModelStage(ModulePart):
             device: The device of the real tensors.
 
         Raises:
-            UnsupportedOpError: There is no ``init``, and a module has no ``reset_parameters()``.
+            UnsupportedOpError: A module has no ``reset_parameters()``, and ``init`` is None.
         """
         modules = [(name, module) for name, module in self.named_modules() if has_meta_tensors(module)]
         initialisers = [find_initialiser(name, module, init) for name, module in modules]
@@ -392,7 +392,7 @@ class _StageRun:
             raise self._deviation("ends")
 
     def message(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        """What the next stage gets."""
+        """The values for the next stage."""
         values = []
         for key in self._flow.sent[self._index]:
             if key in self._received:
@@ -412,7 +412,7 @@ class _StageRun:
         return {"args": args, "kwargs": kwargs, "values": values}
 
     def _stand_in(self, number: int, arguments: Any) -> Any:
-        """A result of another stage: what it sent, and zeros for what no stage from here on reads."""
+        """A result of another stage: the received tensors, and zeros in place of those that are not read any more."""
         call = self._flow.calls[number]
         given = [each for each in tree_flatten(arguments)[0] if isinstance(each, torch.Tensor)]
         device = given[0].device if given else self._stage.device

@@ -3,7 +3,7 @@
 ::
 
     container    a module that holds a list of blocks, at any depth: every stage runs its code
-    unit         a child of a container that is none itself: a block, an embedding, a norm, a head; one stage calls it
+    unit         a child of a container, itself not one: a block, an embedding, a norm, a head; one stage calls it
     own tensor   a parameter or buffer of a container itself, such as a table of positions
 
 A unit without parameters and persistent buffers, such as a dropout or a table of rotations, has no stage of its own.
@@ -49,7 +49,7 @@ def find_units(model: torch.nn.Module, lists: Sequence[str] | None) -> ModelUnit
             classes with at least half of the model's parameters.
 
     Raises:
-        ValueError: There is no such list, or a parameter has no shape yet.
+        ValueError: The model has no such list, or a parameter has no shape yet.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
@@ -119,7 +119,7 @@ def _check_list(model: torch.nn.Module, path: str) -> str:
     except AttributeError:
         found = None
     if found is None or not list(found.children()):
-        raise ValueError(f"{path!r} in blocks is no list of modules of the model: pass names such as 'model.layers'")
+        raise ValueError(f"{path!r} in blocks is not a list of modules of the model: pass names such as 'model.layers'")
     return path
 
 

@@ -82,8 +82,8 @@ def split_model(
         sample: An input of the model: a tensor, a tuple of arguments, or a mapping of keyword arguments. Any batch
             size; as large as a microbatch for `Balance.TIMES`. By default the model's ``dummy_inputs``, which models of
             Hugging Face have.
-        output: What the last stage returns of the model's result: the name of an item, such as "logits", or a function
-            of the result. By default the item "loss", if there is one, or the whole result.
+        output: The part of the model's result that the last stage returns: the name of an item, such as "logits", or
+            a function of the result. By default the item "loss", if there is one, or the whole result.
         blocks: Names of the lists whose children are the blocks. By default the outermost ModuleLists and Sequentials
             of several modules of one class are found.
         timeout: Seconds for the whole call; None uses the group's.

@@ -61,7 +61,7 @@ class _Together(torch.autograd.Function):
 
 
 class ExpertForward:
-    """What forwards of experts have in common: their inputs, and the module's own code with local parameters.
+    """The base of experts' forwards: their inputs, and the module's own code with local parameters.
 
     ``num_experts`` is that of all ranks, ``num_local`` that of the local parameters. ``grad_scale`` is a factor of the
     parameters' gradients.

@@ -21,7 +21,7 @@ class ExpertLoad:
 
     Attributes:
         counts: The pairs of a token and an expert, int64 of shape (experts,), the same on all ranks.
-        dropped: Those of them that were beyond the experts' capacity, likewise.
+        dropped: The number of times that tokens were beyond an expert's capacity, likewise.
     """
 
     def __init__(self, num_experts: int) -> None:

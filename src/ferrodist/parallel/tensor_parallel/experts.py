@@ -72,6 +72,10 @@ class ExpertStyle(Style):
             )
         return next(iter(sizes.values()))
 
+    @override
+    def preparation(self) -> IOPlacements:
+        return IOPlacements()
+
     def make_forward(
         self, module: nn.Module, mesh: DeviceMesh, *, takes_own_tokens: bool = False, grad_scale: float = 1.0
     ) -> ExpertForward:
@@ -116,10 +120,6 @@ class ExpertParallel(ExpertStyle):
     @override
     def placement_of(self, name: str, parameter: torch.Tensor) -> Placement:
         return self.parameters.get(name, Shard(0))
-
-    @override
-    def preparation(self) -> IOPlacements:
-        return IOPlacements()
 
     @override
     def make_forward(
@@ -179,10 +179,6 @@ class TensorParallelExperts(ExpertStyle):
     @override
     def placement_of(self, name: str, parameter: torch.Tensor) -> Placement:
         return self.parameters.get(name, _KNOWN.get(name, Replicate()))
-
-    @override
-    def preparation(self) -> IOPlacements:
-        return IOPlacements()
 
     @override
     def make_forward(

@@ -96,7 +96,7 @@ def find_model_plan(module: nn.Module) -> dict[str, Style]:
 
 
 def _find_family_plan(module: nn.Module) -> dict[str, Style | str]:
-    """The plan of a transformers model's family, with the paths of this model; empty if there is none."""
+    """The plan of a transformers model's family, with the paths of this model; empty for other models."""
     base = BASE_PLANS.get(getattr(getattr(module, "config", None), "model_type", ""), {})
     prefix = getattr(module, "base_model_prefix", "")
     start = f"{prefix}." if prefix and isinstance(getattr(module, prefix, None), nn.Module) else ""

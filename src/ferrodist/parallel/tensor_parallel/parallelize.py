@@ -89,7 +89,7 @@ def parallelize(
         check: Whether to compare each plain tensor before it is used, and each input, by an exchange for each, even if
             the model makes none. The error then names the first tensor that differs, even if the ranks don't reach the
             forward's end together.
-        fallback: What becomes of an operator that DTensor has no rule for, in forwards and gradients. "replicate"
+        fallback: The treatment of operators that DTensor has no rule for, in forwards and gradients. "replicate"
             gathers its inputs, and every rank computes all of it; a warning, once for an operator and a module, names
             both, and the bytes that a rank sends. "error" raises UnsupportedOpError.
         init: ``init(module)`` initialises a module's own parameters and buffers if they were on the meta device; None

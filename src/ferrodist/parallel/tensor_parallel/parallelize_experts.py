@@ -46,7 +46,7 @@ def parallelize_experts(
         ``module``.
 
     Raises:
-        TypeError: An argument has the wrong type, the plan has other styles, or a module is none of stacked experts.
+        TypeError: An argument has the wrong type, the plan has other styles, or a module does not have stacked experts.
         ValueError: The mesh has several axes; a path matches no module; a parameter is distributed already or has a
             gradient. Nothing was changed.
         UnsupportedOpError: Another rank raised one of these two.
