@@ -44,6 +44,7 @@ _HINTS = {
     "new_subgroups_by_enumeration": "use ferrodist.DeviceMesh, whose axes are groups, or ferrodist.new_group",
     "P2POp": "use ferrodist.Send and ferrodist.Recv in ferrodist.batch",
     "parallelize_module": "use ferrodist.parallelize",
+    "pipeline": "use ferrodist.split_model, and ferrodist.Pipeline for its stages",
     "ProcessGroup": "use ferrodist.Backend",
     "recv_object_list": "use ferrodist.recv_object, which returns the value",
     "reduce_op": "use ferrodist.ReduceOp",

@@ -428,7 +428,7 @@ def test_wrong_arguments():
         split_model(model, 2, sample=torch.ones(3))
     with pytest.raises(ValueError, match=r"no ModuleList or Sequential of at least two blocks.*blocks="):
         split_model(nn.Linear(2, 2), 2, sample=torch.ones(3))
-    with pytest.raises(ValueError, match=r"'layers' in blocks is no list of modules"):
+    with pytest.raises(ValueError, match=r"'layers' in blocks is not a list of modules"):
         split_model(model, 2, sample=BATCH, blocks=["layers"])
     with pytest.raises(TypeError, match=r"output must be the name of an item"):
         split_model(model, 2, sample=BATCH, output=3)

@@ -52,12 +52,13 @@ def make(kind):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_operators_without_a_rule_are_replicated(num_ranks):
     """Forward and gradients are one process's; one warning names operator, module and bytes, whatever the steps."""
-    alone, x = make(Determinants), torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    start, alone = make(Determinants), make(Determinants)
+    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = alone(x)
     expected.square().sum().backward()
 
     def program(group):
-        model = fd.parallelize(make(Determinants), DeviceMesh(group, (num_ranks,)), PLAN)
+        model = fd.parallelize(copy.deepcopy(start), DeviceMesh(group, (num_ranks,)), PLAN)
         for _ in range(2):
             model.zero_grad()
             result = model(x)
@@ -81,12 +82,13 @@ def test_operators_without_a_rule_are_replicated(num_ranks):
 @pytest.mark.filterwarnings("ignore:aten.* has no rule")
 def test_shapes_that_depend_on_elements():
     """A mask that selects elements of a sharded tensor gathers it, and the gradients come back."""
-    alone, x = make(Selection), torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+    start, alone = make(Selection), make(Selection)
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
     expected = alone(x)
     expected.backward()
 
     def program(group):
-        model = fd.parallelize(make(Selection), DeviceMesh(group, (2,)), {"up": ColumnParallel()})
+        model = fd.parallelize(copy.deepcopy(start), DeviceMesh(group, (2,)), {"up": ColumnParallel()})
         result = model(x)
         result.backward()
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
