@@ -20,9 +20,9 @@ def close(one, other, tolerance=1e-12):
 
 
 def whole(length=13, heads=6, key_heads=6):
-    torch.manual_seed(length)
+    generator = torch.Generator().manual_seed(length)  # ranks that are threads share torch's own
     shapes = [(2, heads, length, 4), (2, key_heads, length, 4), (2, key_heads, length, 4), (2, heads, length, 4)]
-    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

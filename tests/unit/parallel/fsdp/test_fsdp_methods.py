@@ -20,10 +20,12 @@ class Writer(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(2)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(3))
         self.head = torch.nn.Linear(6, 6, bias=False)
-        self.out = torch.nn.Parameter(torch.randn(6))
+        self.out = torch.nn.Parameter(torch.empty(6))
+        generator = torch.Generator().manual_seed(2)  # ranks that are threads share torch's own
+        for parameter in self.parameters():
+            torch.nn.init.uniform_(parameter, -0.4, 0.4, generator=generator)
 
     def forward(self, x):
         for layer in self.layers:
