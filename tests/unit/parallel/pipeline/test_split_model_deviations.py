@@ -9,7 +9,7 @@ from torch import nn
 
 from ferrodist import split_model
 from ferrodist.errors import PipelineError, RankFailedError, UnsupportedOpError
-from ferrodist.parallel.pipeline import Balance, Pipeline, split_sequential
+from ferrodist.parallel.pipeline import Balance, Pipeline
 from ferrodist.testing import run_ranks
 
 X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -270,10 +270,6 @@ def test_inputs_written_in_place():
     check_refused(WritesInput, "input 1 of WritesInput is written in place by its code", (X, X[:, :1].clone()))
 
 
-def broken_clock():
-    raise LookupError
-
-
 def test_any_error_ends_the_call_on_all_ranks():
     """Errors of any class on one rank, also while times are measured, are raised by the others at once."""
 
@@ -281,9 +277,6 @@ def test_any_error_ends_the_call_on_all_ranks():
         kind = LookupError if group.rank == 0 else UnsupportedOpError
         with pytest.raises(kind):
             split_model(make(Embeds), 2, group, Balance.TIMES, sample=torch.tensor([[50]]))
-        blocks = nn.Sequential(Block(), Block()).double()
-        with pytest.raises(kind):
-            split_sequential(blocks, 2, Balance.TIMES, group=group, sample=X, clock=broken_clock)
 
     run_ranks(program, 2, timeout=20)
 
