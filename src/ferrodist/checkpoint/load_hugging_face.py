@@ -18,7 +18,7 @@ from ferrodist.arguments import check_bool, check_type
 from ferrodist.checkpoint.consensus import all_or_none, call_on_all, resolve_group_or_alone, run_on_rank0
 from ferrodist.checkpoint.convert.external_tensors import conversion_errors, manifest_of
 from ferrodist.checkpoint.convert.hugging_face import find_tensors
-from ferrodist.checkpoint.convert.transformers_weights import convert_entries, ignores, is_transformers_model
+from ferrodist.checkpoint.convert.transformers_weights import convert_entries, ignores
 from ferrodist.checkpoint.format.manifest import Manifest
 from ferrodist.checkpoint.format.tree import path_text
 from ferrodist.checkpoint.load import check_complete, fill_targets
@@ -30,6 +30,7 @@ from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import local_shard
 from ferrodist.torch_private.modules import own_buffers, own_parameters
+from ferrodist.transformers_models import find_transformers_initialiser, is_transformers_model
 
 if TYPE_CHECKING:
     import os
@@ -68,8 +69,8 @@ def load_hugging_face(
     On the meta device a plain module's parameters and buffers are allocated here, on the CPU. What isn't in the files,
     such as the rotary frequencies of a transformers model (buffers that ``state_dict()`` leaves out), is initialised
     by the module that has it: by ``init``, else as ``from_pretrained`` does it, by the ``_init_weights`` of the
-    transformers model around it, else by its ``reset_parameters()``. `parallelize` and `FSDP` allocate themselves, so
-    they need the same function: ``fd.parallelize(model, mesh, "auto", init=model._init_weights)``.
+    transformers model around it, else by its ``reset_parameters()``. `parallelize` and `FSDP` have initialised a meta
+    model in the same way already.
 
     Args:
         path: The folder, or its URL.
@@ -153,25 +154,17 @@ def _allocate(module: torch.nn.Module, saved: Collection[str], init: Initialiser
             if tensor not in loaded:
                 fresh[owner] = path
     new = set(made.values())
+    init = init or find_transformers_initialiser(module)
     for owner, path in fresh.items():
         own = {**own_parameters(owner), **own_buffers(owner)}
         kept = {key: each.clone() for key, each in own.items() if each is not None and each not in new}
-        _find_initialiser(module, path, owner, init)(owner)
+        (init or _find_initialiser(path, owner))(owner)
         for key, values in kept.items():
             getattr(owner, key).copy_(values)
 
 
-def _find_initialiser(
-    root: torch.nn.Module, path: str, owner: torch.nn.Module, init: Initialiser | None
-) -> Initialiser:
-    """The function that initialises a module's own tensors."""
-    if init is not None:
-        return init
-    parts = path.split(".") if path else []
-    for length in range(len(parts), -1, -1):
-        around = root.get_submodule(".".join(parts[:length]))
-        if is_transformers_model(around):
-            return around._init_weights  # type: ignore[return-value] # transformers'
+def _find_initialiser(path: str, owner: torch.nn.Module) -> Initialiser:
+    """The function that initialises the own tensors of a module outside of transformers models."""
     reset: Initialiser | None = getattr(type(owner), "reset_parameters", None)
     if reset is None:
         raise DistCheckpointError(

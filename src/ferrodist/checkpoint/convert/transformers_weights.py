@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import prod
@@ -30,12 +29,6 @@ if TYPE_CHECKING:
     """The full shapes of a module's tensors by name."""
     Collected = dict[str, list[TensorEntry]]
     """Tensors by the pattern of a conversion that they match, as transformers' operations take them."""
-
-
-def is_transformers_model(module: torch.nn.Module) -> bool:
-    """Return whether a module is a transformers model, without importing transformers."""
-    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    return base is not None and isinstance(module, base)
 
 
 def convert_entries(files: Manifest, module: torch.nn.Module, shapes: Shapes, where: str) -> dict[str, TensorEntry]:
