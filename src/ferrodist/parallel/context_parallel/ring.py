@@ -78,7 +78,8 @@ def ring_attention(
         cu_seqlens: Bounds of documents that are packed in a row, in the whole sequence, the same on all ranks: 0, 5, 12
             for documents of 5 and 7 tokens. A token attends only to those of its document, in every row of the batch.
             None is one document.
-        enable_gqa: Whether k and v may have fewer heads, H / G: each serves G heads of q in a row.
+        enable_gqa: Whether k and v may have fewer heads, H / G: each serves G heads of q in a row. One head serves
+            all without it, too.
         dropout_p: Must be 0.
         overlap: Whether messages travel while blocks are computed; False is for measurements.
         timeout: Seconds to wait for each message, in backward, too; None takes the group's.
@@ -102,6 +103,7 @@ def ring_attention(
         cu_seqlens=cu_seqlens,
         enable_gqa=enable_gqa,
         dropout_p=dropout_p,
+        overlap=overlap,
         group=chosen,
         timeout=limit,
     )

@@ -241,7 +241,8 @@ def test_masks_dropout_and_other_kinds_raise_on_all_ranks(method, rank):
     run_in_context(call(attn_mask=torch.zeros(6, 6)), "has a mask of shape", method=method, rank=rank)
     run_in_context(call(dropout_p=0.5), "dropout_p must be 0", method=method, rank=rank)
     run_in_context(call(is_causal=True), "is_causal=True", method=method, rank=rank, causal=False)
-    marker = torch.ones((), dtype=torch.bool).expand(2, 1, 6, 6)
+    alone = fd.SimulatedBackend.create_group(1)[0]
+    marker = fd.context_shard_batch({"input_ids": torch.ones(2, 6)}, alone)["attention_mask"]
     run_in_context(call(attn_mask=marker), "pass causal=", method=method, rank=rank)
 
 
@@ -262,17 +263,18 @@ def test_wrong_arguments_of_the_block():
             torch.ones(1) + 1
 
 
-def test_a_checkpoint_outside_of_the_block_raises():
+@pytest.mark.parametrize("method", METHODS)
+def test_a_checkpoint_outside_of_the_block_raises(method):
     """Attention that is run anew without the block would be of this rank's tokens only."""
 
     def program(group):
         mesh = fd.DeviceMesh(group, (-1,), ("context",))
         q, k, v = (fd.context_shard(x, 2, group).requires_grad_() for x in whole(12)[:3])
-        with fd.context_parallel(mesh):
+        with fd.context_parallel(mesh, method):
             output = checkpoint(scaled_dot_product_attention, q, k, v, use_reentrant=False)
         with pytest.raises(CheckpointError, match="different number of tensors"):
             output.sum().backward()
-        with fd.context_parallel(mesh):
+        with fd.context_parallel(mesh, method):
             checkpoint(scaled_dot_product_attention, q, k, v, use_reentrant=False).sum().backward()
         return q.grad
 
