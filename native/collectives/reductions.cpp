@@ -163,7 +163,7 @@ void fold_in_chunks(Context& context, ReductionFolder& folder, std::byte* payloa
 
 // allreduce and reduce: the algorithm by size and layout.
 void fold_by_size(Context& context, const shm::Call& call, std::byte* out, const std::byte* source, std::size_t count,
-                const Reduction& reduction, const Deadline& deadline) {
+                  const Reduction& reduction, const Deadline& deadline) {
     const std::size_t element_size = size_of(reduction.dtype);
     const std::size_t size = count * element_size;
     ReductionFolder folder(context, reduction);
@@ -196,7 +196,8 @@ void allreduce(Context& context, std::byte* out, const std::byte* source, std::s
 void reduce(Context& context, std::byte* out, const std::byte* source, std::size_t count, int root,
             const Reduction& reduction, const Deadline& deadline) {
     std::byte* target = context.rank == root ? out : nullptr;
-    fold_by_size(context, call_of(Operation::reduce, count, reduction, root), target, source, count, reduction, deadline);
+    fold_by_size(context, call_of(Operation::reduce, count, reduction, root), target, source, count, reduction,
+                 deadline);
 }
 
 void reduce_scatter(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> counts,

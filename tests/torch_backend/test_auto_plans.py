@@ -194,6 +194,23 @@ def test_names_of_styles_and_styles_mix():
     run_ranks(program, 2, backend="native")
 
 
+def test_paths_of_modules_and_of_their_parameters():
+    """A parameter's placement joins its module's style, and leaves those of other modules of the same path."""
+    mesh = fd.DeviceMesh(fd.SimulatedBackend.create_group(2)[0], (-1,), ("tensor",))
+    table = fd.describe_plan(Planned({}), mesh, {"[01]": "colwise", "0.bias": "replicate"})
+    placements = [line.split()[-2] for line in table.splitlines()[1:5]]
+    assert placements == ["Shard(0)", "Replicate()", "Shard(0)", "Shard(0)"]
+
+
+def test_a_plan_of_no_layer_warns():
+    """Of some models transformers shards the head alone."""
+    mesh = fd.DeviceMesh(fd.SimulatedBackend.create_group(2)[0], (-1,), ("tensor",))
+    model = nn.ModuleDict({"head": nn.Linear(4, 4), "layers": nn.ModuleList([nn.Linear(4, 4)])})
+    model.tp_plan = {"head": "colwise_gather_output"}
+    with pytest.warns(UserWarning, match="the plan of ModuleDict shards no layer, only 'head'"):
+        fd.describe_plan(model, mesh, "auto")
+
+
 def test_describe_plan():
     """Placements, bytes and collectives, of a model on the meta device, without another rank's help."""
     mesh = fd.DeviceMesh(fd.SimulatedBackend.create_group(2)[0], (-1,), ("tensor",))

@@ -1,8 +1,8 @@
 // A group's shared memory on one host: arrival records, flags and staging slots.
 //
 // [Note: one writer]
-// Every flag has one rank that writes it (except for the group's bell, the arrival counter and the abort record), on cache
-// lines of its own, and only grows. So nothing has to be reset, and there are no locks in shared memory: a killed rank
+// Every flag has one rank that writes it (except for the group's bell, the arrival counter and the abort record), on
+// cache lines of its own, and only grows. So nothing has to be reset, and there are no locks in shared memory: a killed rank
 // leaves nothing locked behind.
 //
 // [Note: memory order]

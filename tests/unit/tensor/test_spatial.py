@@ -7,6 +7,10 @@ import torch
 from operator_checks import check_everywhere, make
 from torch.nn import functional
 
+import ferrodist as fd
+from ferrodist import Partial, Shard
+from ferrodist.testing import run_ranks
+
 PLANES = {
     "reflect": partial(functional.pad, pad=(1, 2, 0, 1), mode="reflect"),
     "replicate": partial(functional.pad, pad=(1, 2, 0, 1), mode="replicate"),
@@ -63,3 +67,29 @@ def test_planes_without_batch():
     """The dim before the pixels is the channels'."""
     check_everywhere(partial(functional.max_pool2d, kernel_size=2), [make(3, 4, 5)], rtol=1e-12, atol=1e-12)
     check_everywhere(partial(torch.nn.ReplicationPad2d(1)), [make(3, 4, 5)], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(3), Partial()])
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    [
+        (partial(functional.interpolate, size=(4, 4), mode="bilinear", antialias=True), torch.uint8),
+        (partial(functional.avg_pool2d, kernel_size=2), torch.int64),
+    ],
+)
+def test_integers_are_rounded_once(call, dtype, placement):
+    """Partial sums of integers are added before pixels are averaged, which rounds."""
+    x = (torch.arange(64).view(1, 1, 8, 8) * 3).to(dtype)
+    expected = call(x)
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (3,))
+        local = x if isinstance(placement, Shard) or group.rank == 0 else torch.zeros_like(x)
+        given = (
+            fd.distribute(x, mesh, placement)
+            if isinstance(placement, Shard)
+            else fd.DTensor.from_local(local, mesh, placement, shape=x.shape)
+        )
+        assert call(given).full_tensor().equal(expected)
+
+    run_ranks(program, 3)

@@ -1,8 +1,9 @@
-"""Methods of an FSDP's model that call its forward, as ``generate`` does, called on the FSDP or on the model."""
+"""Methods other than forward, such as ``generate``, of a model that FSDP shards: its units are gathered as they run."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ class _ForwardMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method; every rank must."""
-        return self._fsdp.run_method(self._name, self._method, args, kwargs)
+        return self._fsdp._run_method(self._name, self._method, args, kwargs)  # noqa: SLF001 - not for users
 
 
 def register_forward_method(module: torch.nn.Module, method_name: str) -> None:
@@ -95,7 +96,7 @@ def join_forward_method(module: torch.nn.Module, method_name: str) -> None:
     is_registered = isinstance(getattr(module, method_name, None), _ForwardMethod)
     if not is_registered:
         raise ValueError(f"{method_name!r} was not registered: call register_forward_method(fsdp, {method_name!r})")
-    fsdp.run_method(method_name, lambda: None, (), {})
+    fsdp._run_method(method_name, lambda: None, (), {})  # noqa: SLF001 - as above
 
 
 def _find_method(owner: torch.nn.Module, name: str) -> Callable[..., Any]:
@@ -113,5 +114,10 @@ def _find_method(owner: torch.nn.Module, name: str) -> Callable[..., Any]:
         raise ValueError(f"{with_article(kind)} has no method {name!r}") from None
     if not callable(method):
         raise TypeError(f"{name!r} of {with_article(kind)} is {with_article(type(method).__name__)}, not a method")
+    if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+        raise TypeError(
+            f"{name!r} of {with_article(kind)} returns before its code has run, as generators and coroutines do: units"
+            " are gathered within the call alone, so register a method that returns its result"
+        )
     found: Callable[..., Any] = method
     return found

@@ -184,7 +184,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
             outside_of_compiler(self._scheduler.post_forward)(root, output, succeeded=succeeded)
         return output
 
-    def run_method(self, name: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_method(self, name: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a method of the model that `register_forward_method` has registered; every rank must."""
         scheduler = self._scheduler
         if scheduler.is_in_call:  # of the model's own code, or with full parameters

@@ -1,4 +1,4 @@
-"""Rounds of a method such as ``generate``, in which ranks may call the model's units a different number of times.
+"""The agreement of ranks on the unit to gather next, in a method such as ``generate`` that they may run differently.
 
 [Note: rounds]
 A forward gathers units in an order that is the same on all ranks, so each gather is one collective. In a method the

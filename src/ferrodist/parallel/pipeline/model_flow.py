@@ -8,17 +8,19 @@ stage's needs are known exactly, whatever the code between the units does.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modes import DispatchMode
 from ferrodist.torch_private.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Source: TypeAlias = "tuple[str, Any]"
 """Where a value comes from: ("call", (number, leaf)), ("input", leaf), ("own", name), ("weight", name), ("inside",
@@ -32,6 +34,8 @@ _OF_SHAPE_ALONE = frozenset(
         *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
     )
 )  # operators whose results don't depend on the values of their arguments
+_READS = frozenset({"numpy", "tolist", "__array__", "__dlpack__"})
+_OF_MODULES = frozenset(vars(torch.nn.Module()))  # attributes that all modules have
 WEIGHT_READ = (
     "the model's code reads the parameter {name!r} outside of its module's call, for {what}, and only one stage has it:"
     " call the module instead"
@@ -47,6 +51,15 @@ class LeafShape(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    requires_grad: bool
+
+    def make(self, value: float, device: torch.device | str) -> torch.Tensor:
+        """A tensor of this shape, of this value if that is possible, and of zeros otherwise.
+
+        It may be written, also where it requires gradients.
+        """
+        fill = torch.full((), 0 if is_integer(self.dtype) else value, dtype=self.dtype, device=device)
+        return fill.requires_grad_(self.requires_grad).expand(self.shape).clone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +87,8 @@ class Trace:
     """Where the model's result comes from."""
     reads: set[Source] = field(default_factory=set)
     """Where values come from that the code reads as numbers, or that decide about shapes: every stage does that."""
+    integers: set[int] = field(default_factory=set)
+    """The leaves of the model's inputs that have integers or booleans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +108,40 @@ class Flow:
     """For each own tensor that is used the stages that do."""
 
 
-class Tracer(DispatchMode):  # type: ignore[misc]
-    """Records a `Trace` while it is active; `call` takes the place of each unit's forward."""
+class _Reads(TorchFunctionMode):
+    """Tells a tracer of reads that aren't operators."""
 
-    def __init__(self, stateful: frozenset[str], shadows: Mapping[str, torch.nn.Module]) -> None:
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _READS:
+            self._tracer.add_read(args)
+        return func(*args, **(kwargs or {}))
+
+
+class Tracer(DispatchMode):  # type: ignore[misc]
+    """Records a `Trace` while it is active; `call` takes the place of each unit's forward.
+
+    Args:
+        stateful: Paths of units with state.
+        shadows: Copies of the units on the meta device.
+        changed: Called with a unit's path and names of attributes, such as "gate.loss", that its forward has set.
+    """
+
+    def __init__(
+        self,
+        stateful: frozenset[str],
+        shadows: Mapping[str, torch.nn.Module],
+        changed: Callable[[str, set[str]], None],
+    ) -> None:
         super().__init__()
         self.trace = Trace()
+        self.reads = _Reads(self)
         self._stateful = stateful
         self._shadows = shadows
+        self._changed = changed
         self._sources: dict[int, tuple[Any, frozenset[Source]]] = {}  # by storage, which is kept alive
         self._inside: str | None = None  # the unit that runs
 
@@ -108,6 +149,11 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         """Set where a tensor comes from."""
         memory = _memory_of(tensor)
         self._sources[id(memory)] = memory, frozenset(sources)
+
+    def add_read(self, value: Any) -> None:
+        """Record that the code between units reads the numbers in a nested value."""
+        if self._inside is None:
+            self.trace.reads |= self.sources_of(value)
 
     def sources_of(self, value: Any) -> frozenset[Source]:
         """The origins of the tensors in a nested value."""
@@ -149,7 +195,9 @@ class Tracer(DispatchMode):  # type: ignore[misc]
                 " to stage: switch it off (use_cache=False for a cache of keys and values)"
             )
         if path not in self._stateful:
+            before = attributes_of(self._shadows[path])
             result = self._shadows[path](*args, **kwargs)
+            self._changed(path, changed_attributes(before, self._shadows[path]))
             if not any(kind == "call" for kind, _ in self.sources_of(result)):
                 self.trace.calls.append(Call(path=path, is_local=True, sources=sources, leaves=(), spec=None))
                 return result
@@ -158,13 +206,14 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         leaves, spec = tree_flatten(result)
         number = len(self.trace.calls)
         shapes = tuple(
-            LeafShape(tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else each for each in leaves
+            LeafShape(tuple(each.shape), each.dtype, each.requires_grad) if isinstance(each, torch.Tensor) else each
+            for each in leaves
         )
         self.trace.calls.append(Call(path=path, is_local=False, sources=sources, leaves=shapes, spec=spec))
         found = []
         for index, leaf in enumerate(shapes):
             if isinstance(leaf, LeafShape):
-                found.append(torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu"))
+                found.append(leaf.make(0, "cpu"))
                 self.mark(found[-1], ("call", (number, index)))
             else:
                 found.append(leaf)
@@ -181,12 +230,12 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         """The result of a unit on the meta device, or with zeros as parameters where its code needs values."""
         shadow = self._shadows[path]
         try:
-            given = tree_map(_to_meta, (args, kwargs))
+            given = tree_map(lambda value: copied(value, "meta"), (args, kwargs))
             versions = _versions(given)
             result = self._run_inside(path, shadow, given)
         except Exception:  # noqa: BLE001 - no kernel on meta, or code that decides by values
             shadow = self._with_zeros(path)
-            given = tree_map(_copied, (args, kwargs))
+            given = tree_map(copied, (args, kwargs))
             versions = _versions(given)
             result = self._run_inside(path, shadow, given)
         if _versions(given) != versions:
@@ -209,10 +258,12 @@ class Tracer(DispatchMode):  # type: ignore[misc]
 
     def _run_inside(self, path: str, shadow: torch.nn.Module, arguments: Any) -> Any:
         self._inside = path
+        before = attributes_of(shadow)
         try:
             return shadow(*arguments[0], **arguments[1])
         finally:
             self._inside = None
+            self._changed(path, changed_attributes(before, shadow))
 
 
 def find_flow(trace: Trace, owners: Mapping[str, int], num_stages: int) -> Flow:
@@ -235,6 +286,7 @@ def find_flow(trace: Trace, owners: Mapping[str, int], num_stages: int) -> Flow:
             needs.add(call.sources, stage, f"module {call.path!r}")
         needs.stages.append(stage)
     needs.add(trace.result, num_stages - 1, "the model's result")
+    needs.add_integers(trace.integers)
     last_calls = needs.last_calls()
     for stage, last in enumerate(last_calls):
         read = {
@@ -281,6 +333,17 @@ class _Needs:
                     raise ValueError(WEIGHT_READ.format(name=content, what=what))
                 case _:
                     raise ValueError(NOT_RETURNED.format(name=content, what=what))
+
+    def add_integers(self, inputs: Iterable[int]) -> None:
+        """Add that all stages need all integers and booleans: they are small, and have no NaN for what isn't sent."""
+        for stage in range(1, len(self.results)):
+            self.inputs[stage].update(inputs)
+            self.results[stage].update(
+                (number, leaf)
+                for number, (call, before) in enumerate(zip(self._calls, self.stages, strict=True))
+                for leaf, shape in enumerate(call.leaves)
+                if isinstance(shape, LeafShape) and is_integer(shape.dtype) and before is not None and before < stage
+            )
 
     def last_calls(self) -> list[int]:
         """For each stage the number of its last call, -1 without one."""
@@ -338,9 +401,37 @@ def _versions(value: Any) -> list[int]:
     return [version_of(tensor) for tensor in _tensors_in(value)]
 
 
-def _to_meta(value: Any) -> Any:
-    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
+def is_integer(dtype: torch.dtype) -> bool:
+    """True for integers and booleans, which have no NaN."""
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+def copied(value: Any, device: torch.device | str | None = None) -> Any:
+    """A copy of a tensor that may be written, and that requires gradients if the tensor does; others as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to(device or value.device).requires_grad_(value.requires_grad).clone()
+
+
+def attributes_of(module: torch.nn.Module) -> dict[str, tuple[Any, int]]:
+    """The attributes of a module and of the modules in it, with sizes of collections, and writes to tensors."""
+    return {
+        f"{path}.{name}".lstrip("."): (value, _count_of(value))
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if name not in _OF_MODULES
+    }
+
+
+def changed_attributes(before: Mapping[str, tuple[Any, int]], module: torch.nn.Module) -> set[str]:
+    """The names of attributes that have been set since `attributes_of`."""
+    missing = (before, -1)  # equal to nothing
+    after = attributes_of(module)
+    found = ((name, before.get(name, missing), after.get(name, missing)) for name in {**before, **after})
+    return {name for name, (old, size), (new, new_size) in found if new is not old or size != new_size}
+
+
+def _count_of(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return version_of(value)
+    return len(value) if isinstance(value, (list, dict, set, deque)) else 0

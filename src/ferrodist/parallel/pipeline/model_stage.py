@@ -1,9 +1,19 @@
-"""A stage of a model that is not Sequential: the model's own code, with the units of other stages replaced."""
+"""A stage of a model that is not Sequential: the model's own code, with the units of other stages replaced.
+
+::
+
+    skeleton     a copy of the model without parameters, whose code a stage runs
+    proxy        a unit's place in a skeleton: its attributes, and calls that go to the stage
+    shadow       a unit on the meta device, which the trace runs to find the shapes of results
+    stand-in     a tensor in place of one that a stage doesn't get, because its code didn't need it in the trace
+
+No stand-in is used as long as the code does what it did in the trace. If it does something else, because of values, a
+stand-in must not give a plausible result: those of floating dtypes are NaN, and integers and booleans have none, since
+they are sent to all stages.
+"""
 
 from __future__ import annotations
 
-import copy
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -13,11 +23,20 @@ import torch
 
 from ferrodist.parallel.module_init import find_initialiser, has_meta_tensors
 from ferrodist.parallel.pipeline.measure import measure_units, preserve_random_states
-from ferrodist.parallel.pipeline.model_flow import Flow, LeafShape, Trace, Tracer, find_flow
+from ferrodist.parallel.pipeline.model_flow import (
+    Flow,
+    LeafShape,
+    Trace,
+    Tracer,
+    copied,
+    find_flow,
+    is_integer,
+)
+from ferrodist.parallel.pipeline.model_skeleton import Skeleton
 from ferrodist.parallel.pipeline.model_units import ModelUnits, copy_to_host, copy_without_memory
 from ferrodist.parallel.pipeline.state_dict import ModulePart
 from ferrodist.torch_private.autograd import version_of
-from ferrodist.torch_private.modules import clear_hooks, own_buffers, own_modules, own_parameters
+from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
 from ferrodist.torch_private.pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
@@ -31,103 +50,6 @@ _MAX_FLOWS = 256  # shapes of inputs whose flow is kept
 
 class _StageDone(BaseException):
     """Ends the model's code in a stage that has made its last call; no code of a model catches it."""
-
-
-class _Switch(threading.local):
-    """The handler of calls of a skeleton's units, in this thread: (path, args, kwargs) to the result."""
-
-    call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] | None = None
-
-
-class Skeleton:
-    """A copy of a model without parameters, whose units pass their calls on to a `_Switch`."""
-
-    def __init__(self, model: torch.nn.Module, units: ModelUnits) -> None:
-        self.switch = _Switch()
-        self._paths = tuple(units.units)
-        self._own = tuple(units.own)
-        self._lock = threading.Lock()
-        # Views of one element have shape, dtype and device for code that asks for them.
-        self.model = copy_without_memory(
-            model, units, lambda tensor: torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
-        )
-        self._device = torch.device("cpu")
-        faces = {path: self.model.get_submodule(path) for path in self._paths}
-        self._weights = {
-            f"{path}.{name}": tensor
-            for path in units.stateful
-            for name, tensor in (*faces[path].named_parameters(), *faces[path].named_buffers())
-        }
-        proxies = {path: _make_proxy(face, path, self.switch) for path, face in faces.items()}
-        memo: dict[int, Any] = {id(each): each for each in (*self.model.parameters(), *self.model.buffers())}
-        memo.update({id(face): proxies[path] for path, face in reversed(faces.items())})
-        self.model = copy.deepcopy(self.model, memo)
-        for path, proxy in proxies.items():  # a module with two names has two proxies
-            parent, _, name = path.rpartition(".")
-            own_modules(self.model.get_submodule(parent))[name] = proxy
-
-    def install(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Put tensors in the place of the model's own parameters and buffers."""
-        for name, tensor in own.items():
-            parent, _, key = name.rpartition(".")
-            container = self.model.get_submodule(parent)
-            tables: list[dict[str, Any]] = [own_parameters(container), own_buffers(container)]
-            next(table for table in tables if key in table)[key] = tensor
-
-    def move_to(self, device: torch.device) -> None:
-        """Give the units' stand-ins for parameters the device of the real ones."""
-        if device == self._device:
-            return
-        for module in self.model.modules():
-            tables: list[dict[str, Any]] = [own_parameters(module), own_buffers(module)]
-            for table in tables:
-                for name, tensor in table.items():
-                    if tensor is not None:
-                        moved = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-                        is_parameter = isinstance(tensor, torch.nn.Parameter)
-                        table[name] = torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
-        self._device = device
-
-    def run(self, call: Any, args: Any, kwargs: Any) -> Any:
-        """Run the model's code, with ``call`` for each call of a unit."""
-        before, self.switch.call = self.switch.call, call
-        try:
-            return self.model(*args, **kwargs)
-        finally:
-            self.switch.call = before
-
-    @property
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        """The stand-ins for the units' parameters and buffers."""
-        return self._weights
-
-
-@functools.cache
-def _proxy_class(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return vars(self)["_ferrodist_forward"](args, kwargs)
-
-    contents = {"__call__": torch.nn.Module.__call__, "forward": forward, "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), contents)
-
-
-def _make_proxy(face: torch.nn.Module, path: str, switch: _Switch) -> torch.nn.Module:
-    """A module with all attributes of a unit, whose calls go to the switch."""
-
-    def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if switch.call is None:
-            raise RuntimeError(
-                f"module {path!r} was called outside of the forward of its stage: call the stage instead"
-            )
-        return switch.call(path, args, kwargs)
-
-    kind: type[torch.nn.Module] = _proxy_class(type(face))  # type: ignore[arg-type] # any class has a hash
-    proxy = kind.__new__(kind)
-    vars(proxy).update(vars(face))
-    vars(proxy).pop("forward", None)  # modules may have one of their own
-    clear_hooks(proxy)
-    vars(proxy)["_ferrodist_forward"] = forward
-    return proxy
 
 
 class ModelDivision:
@@ -148,7 +70,11 @@ class ModelDivision:
             for path in units.stateful
             for name, tensor in (*self._shadows[path].named_parameters(), *self._shadows[path].named_buffers())
         }
-        self.own = {name: copy_to_host(tensor) for name, tensor in units.own.items()}
+        self.own = {
+            name: copy_to_host(tensor).requires_grad_(tensor.requires_grad) for name, tensor in units.own.items()
+        }
+        self.changed: dict[str, set[str]] = {}
+        """The attributes of units, and of modules in them, that their forwards have set in a trace."""
         self.owners: dict[str, int] = {}
         self.num_stages = 1
         self.materialised: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -157,23 +83,31 @@ class ModelDivision:
 
     def trace(self, args: Any, kwargs: Any, *, is_training: bool) -> Trace:
         """Run the model's code once without parameters, on the CPU; ValueError if that fails."""
-        with self._lock, preserve_random_states(), torch.inference_mode(False), torch.no_grad():
+        grad_mode = torch.is_grad_enabled()  # inference_mode(False) switches it on
+        with (
+            self._lock,
+            preserve_random_states(),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(grad_mode),
+        ):
             self.skeleton.model.train(is_training)
             for shadow in self._shadows.values():
                 shadow.train(is_training)
-            tracer = Tracer(self.units.stateful, self._shadows)
+            tracer = Tracer(self.units.stateful, self._shadows, self._add_changed)
             leaves, spec = tree_flatten((args, kwargs))
-            leaves = [copy_to_host(each) if isinstance(each, torch.Tensor) else each for each in leaves]
+            leaves = [_copy_input(each) for each in leaves]
             for index, leaf in enumerate(leaves):
                 if isinstance(leaf, torch.Tensor):
                     tracer.mark(leaf, ("input", index))
+                    if is_integer(leaf.dtype):
+                        tracer.trace.integers.add(index)
             self.skeleton.install(self.own)
             for name, tensor in self.own.items():
                 tracer.mark(tensor, ("own", name))
             for name, tensor in (*self.skeleton.weights.items(), *self._weights.items()):
                 tracer.mark(tensor, ("weight", name))
             try:
-                with tracer:
+                with tracer, tracer.reads:
                     args, kwargs = tree_unflatten(leaves, spec)
                     result = self.output(self.skeleton.run(tracer.call, args, kwargs))
             except Exception as error:
@@ -182,6 +116,11 @@ class ModelDivision:
                 ) from error
             tracer.trace.result = tracer.sources_of(result)
             return tracer.trace
+
+    def _add_changed(self, path: str, names: set[str]) -> None:
+        if not names <= self.changed.get(path, set()):
+            self.changed.setdefault(path, set()).update(names)
+            self.skeleton.refuse_reads({path: {name for name in names if "." not in name}})  # the rest is the shadow's
 
     def measure(self, args: Any, kwargs: Any, *, clock: Callable[[], float]) -> dict[str, float]:
         """Measure the seconds of the forwards and backwards of each unit."""
@@ -205,6 +144,7 @@ class ModelStage(ModulePart):
         self.training = is_training
         self._division, self._index, self._skeleton = division, index, skeleton
         self._flows: OrderedDict[str, Flow] = OrderedDict()
+        self._absent: dict[str, torch.Tensor] = {}
 
     def materialise(self, init: Initialiser | None = None, device: torch.device | str = "cpu") -> None:
         """Allocate and initialise this stage's tensors that are on the meta device; others keep their values.
@@ -254,14 +194,14 @@ class ModelStage(ModulePart):
         """Run this stage; see the class."""
         args, kwargs, values = self._unpack(inputs)
         flow = self._flow_of(args, kwargs)
-        run = _StageRun(self, flow, self._index, values)
+        run = _StageRun(self, flow, self._index, (args, kwargs), values)
         skeleton = self._prepare_skeleton(flow)
         if flow.last_calls[self._index] < 0 and self._index < self._division.num_stages - 1:
-            return run.message(args, kwargs)
+            return run.message()
         try:
             result = skeleton.run(run.call, args, kwargs)
         except _StageDone:
-            return run.message(args, kwargs)
+            return run.message()
         run.check_end()
         return self._division.output(result)
 
@@ -314,8 +254,12 @@ class ModelStage(ModulePart):
     def _flow_of(self, args: Any, kwargs: Any) -> Flow:
         """The flow for the inputs' shapes, which all stages find alike."""
         leaves, spec = tree_flatten((args, kwargs))
-        kinds = [(each.shape, each.dtype) if isinstance(each, torch.Tensor) else repr(each) for each in leaves]
-        key = repr((spec, kinds, self.training))
+        kinds = [
+            (each.shape, each.dtype, each.requires_grad) if isinstance(each, torch.Tensor) else repr(each)
+            for each in leaves
+        ]
+        modes = self.training, torch.is_grad_enabled(), torch.is_autocast_enabled(self.device.type)
+        key = repr((spec, kinds, modes))
         flows = self._flows
         if key not in flows:
             flows[key] = self._division.flow(args, kwargs, is_training=self.training)
@@ -328,6 +272,7 @@ class ModelStage(ModulePart):
         """The skeleton, with this stage's own tensors in it."""
         skeleton = self._skeleton
         skeleton.move_to(self.device)
+        skeleton.refuse_reads(self._division.changed)
         own: dict[str, torch.Tensor] = {}
         for name in self._division.own:
             parent, _, key = name.rpartition(".")
@@ -339,8 +284,25 @@ class ModelStage(ModulePart):
                         f"stage {self._index} needs {name!r} for these inputs, but not for the sample with which the"
                         " model was split: pass a sample like the batches"
                     ) from None
+                own[name] = self._absent_own(name)
         skeleton.install(own)
         return skeleton
+
+    def _absent_own(self, name: str) -> torch.Tensor:
+        """The stand-in for a container's tensor that this stage doesn't have."""
+        known = self._absent.get(name)
+        if known is None or known.device != self.device:
+            original = self._division.own[name]
+            known = original.detach().to(self.device, copy=True)
+            if not is_integer(known.dtype):
+                known.fill_(torch.nan)
+            self._absent[name] = known.requires_grad_(original.requires_grad)
+        return self._absent[name]
+
+    @property
+    def model_name(self) -> str:
+        """The class of the whole model."""
+        return self._division.name
 
     @property
     def device(self) -> torch.device:
@@ -352,8 +314,10 @@ class ModelStage(ModulePart):
 class _StageRun:
     """One forward of a stage."""
 
-    def __init__(self, stage: ModelStage, flow: Flow, index: int, values: Sequence[torch.Tensor]) -> None:
+    def __init__(self, stage: ModelStage, flow: Flow, index: int, inputs: Any, values: Sequence[torch.Tensor]) -> None:
         self._stage, self._flow, self._index = stage, flow, index
+        self._inputs, self._spec = tree_flatten(inputs)
+        self._versions = [_version_of_input(each) for each in self._inputs] if index < len(flow.sent) else []
         self._received = dict(zip(flow.sent[index - 1], values, strict=False)) if index else {}
         if len(self._received) != len(values):
             raise RuntimeError(
@@ -370,28 +334,47 @@ class _StageRun:
         if number >= len(self._flow.calls) or self._flow.calls[number].path != path:
             raise self._deviation(f"calls {path!r}")
         self._next += 1
-        call, owner = self._flow.calls[number], self._flow.owners[number]
+        owner = self._flow.owners[number]
         if owner is not None and owner != self._index:
             return self._stand_in(number, (args, kwargs))
         result = self._stage.unit(path)(*args, **kwargs)
         if owner is None:
             return result
-        leaves, _ = tree_flatten(result)
-        if len(leaves) != len(call.leaves):
-            raise self._deviation(f"gets another result of {path!r}")
-        for leaf, value in enumerate(leaves):
-            if (number, leaf) in self._wanted:
-                self._computed[number, leaf] = value, version_of(value)
+        if self._index < len(self._flow.sent):
+            self._keep(number, result)
         if number == self._flow.last_calls[self._index] and self._index < len(self._flow.sent):
             raise _StageDone
         return result
+
+    def _keep(self, number: int, result: Any) -> None:
+        """Keep what later stages get of a unit's result, and check that the rest is as they expect."""
+        call = self._flow.calls[number]
+        leaves, spec = tree_flatten(result)
+        if len(leaves) != len(call.leaves) or spec != call.spec:
+            raise self._other_result(call.path, "another structure and not the one")
+        for leaf, (value, expected) in enumerate(zip(leaves, call.leaves, strict=True)):
+            if isinstance(value, torch.Tensor) and isinstance(expected, LeafShape):
+                if tuple(value.shape) != expected.shape:
+                    raise self._other_result(
+                        call.path, f"a tensor of shape {tuple(value.shape)} and not {expected.shape}"
+                    )
+                if (number, leaf) in self._wanted:
+                    self._computed[number, leaf] = value, version_of(value)
+            elif isinstance(value, torch.Tensor) or type(value) is not type(expected) or value != expected:
+                raise self._other_result(call.path, f"{value!r} and not {expected!r}")
+
+    def _other_result(self, path: str, what: str) -> ValueError:
+        return ValueError(
+            f"module {path!r} returned {what}, as other stages expect after a run with zeros as values: only tensors go"
+            " from stage to stage, so return a tensor in place of what depends on values, of a shape that doesn't"
+        )
 
     def check_end(self) -> None:
         """Raise if the model's code has made fewer calls than expected."""
         if self._next != len(self._flow.calls):
             raise self._deviation("ends")
 
-    def message(self, args: Any, kwargs: Any) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         """The values for the next stage."""
         values = []
         for key in self._flow.sent[self._index]:
@@ -405,21 +388,26 @@ class _StageRun:
                     " later stage gets it: write to a copy"
                 )
             values.append(value)
-        leaves, spec = tree_flatten((args, kwargs))
         needed = self._flow.inputs_sent[self._index]
-        packed = [leaf if index in needed else _pack_input(leaf) for index, leaf in enumerate(leaves)]
-        args, kwargs = tree_unflatten(packed, spec)
+        for index, (leaf, before) in enumerate(zip(self._inputs, self._versions, strict=True)):
+            if index in needed and _version_of_input(leaf) != before:
+                raise ValueError(
+                    f"input {index} of {self._stage.model_name} is written in place by its code, and later stages, that"
+                    " get it, would write it again: write to a copy"
+                )
+        packed = [leaf if index in needed else _pack_input(leaf) for index, leaf in enumerate(self._inputs)]
+        args, kwargs = tree_unflatten(packed, self._spec)
         return {"args": args, "kwargs": kwargs, "values": values}
 
     def _stand_in(self, number: int, arguments: Any) -> Any:
-        """A result of another stage: the received tensors, and zeros in place of those that are not read any more."""
+        """A result of another stage: the received tensors, and stand-ins for those that are not read any more."""
         call = self._flow.calls[number]
         given = [each for each in tree_flatten(arguments)[0] if isinstance(each, torch.Tensor)]
         device = given[0].device if given else self._stage.device
         leaves = [
             self._received[number, leaf]
             if (number, leaf) in self._received
-            else torch.zeros(shape.shape, dtype=shape.dtype, device=device)
+            else shape.make(torch.nan, device)
             if isinstance(shape, LeafShape)
             else shape
             for leaf, shape in enumerate(call.leaves)
@@ -434,18 +422,36 @@ class _StageRun:
         )
 
 
+def _version_of_input(leaf: Any) -> int:
+    """The number of writes to an input; 0 for what can't be written, such as tensors made under inference_mode."""
+    return version_of(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
+
+
+def _copy_input(value: Any) -> Any:
+    """A copy of an input on the CPU; zeros for one on the meta device."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return copied(torch.zeros_like(value, device="cpu") if value.is_meta else value, "cpu")
+
+
 def _pack_input(leaf: Any) -> Any:
     """An input whose values no later stage needs, as its shape and dtype; other leaves as they are."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return {_SHAPE: list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch."), "device": leaf.device.type}
+    return {
+        _SHAPE: list(leaf.shape),
+        "dtype": str(leaf.dtype).removeprefix("torch."),
+        "device": leaf.device.type,
+        "requires_grad": leaf.requires_grad,
+    }
 
 
 def _unpack_input(value: Any) -> Any:
-    """An input with zeros for those that `_pack_input` packed."""
+    """An input with stand-ins for those that `_pack_input` packed."""
     if isinstance(value, Mapping):
         if _SHAPE in value:
-            return torch.zeros(value[_SHAPE], dtype=getattr(torch, value["dtype"]), device=value["device"])
+            shape = LeafShape(tuple(value[_SHAPE]), getattr(torch, value["dtype"]), value["requires_grad"])
+            return shape.make(torch.nan, value["device"])
         return {name: _unpack_input(each) for name, each in value.items()}
     if isinstance(value, (tuple, list)):
         return type(value)(map(_unpack_input, value))

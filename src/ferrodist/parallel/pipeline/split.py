@@ -342,25 +342,42 @@ def split_sequential(
             f"{division} by {costs_name}",
             *(f"child {name!r}, {with_article(type(child).__name__)}" for name, child in children),
         ]
-        found = _find_on_rank_0(find_costs, lines, group, timeout)
+        found = find_together(
+            lambda: find_costs() if group.rank == 0 else [],
+            lambda: lines,
+            group,
+            timeout,
+            maker="split_sequential",
+            module="Sequential",
+        )
     if counts is None:
         counts = partition([cost for cost in found if cost is not None], num_stages)
     return _make_stages(model, children, counts, found, costs_name)
 
 
-def _find_on_rank_0(
-    find_costs: Callable[[], ChildCosts], lines: Sequence[str], group: Backend, timeout: float | None
+def find_together(
+    find_costs: Callable[[], ChildCosts],
+    describe: Callable[[], Sequence[str]],
+    group: Backend,
+    timeout: float | None,
+    *,
+    maker: str,
+    module: str,
 ) -> ChildCosts:
-    """The costs that rank 0 finds, on all ranks, which divide the same model in the same way or raise."""
+    """The costs of rank 0, on all ranks, which divide the same model in the same way or raise.
+
+    Any error of ``find_costs`` on a rank is raised there, and is an UnsupportedOpError on the others. ``describe``
+    gives the lines that ranks compare, after it; ``maker`` and ``module`` are for messages.
+    """
     group, limit = group_and_timeout(group, timeout)
     deadline = Deadline(limit)
-    failure, found = None, None
-    if group.rank == 0:
-        try:
-            found = find_costs()
-        except (TypeError, ValueError) as error:
-            failure = error
-    verify_across_ranks(lines, group, deadline, maker="split_sequential", module="Sequential", failure=failure)
+    failure: Exception | None = None
+    found: ChildCosts = []
+    try:
+        found = find_costs()
+    except Exception as error:  # noqa: BLE001 - raised below, together with the others
+        failure = error
+    verify_across_ranks(describe(), group, deadline, maker=maker, module=module, failure=failure)
     costs: ChildCosts = broadcast_object(found, group=group, timeout=deadline.remaining())
     return costs
 

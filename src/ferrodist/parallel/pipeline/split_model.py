@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.arguments import check_int, check_type
-from ferrodist.collectives.arguments import group_and_timeout
-from ferrodist.collectives.objects import broadcast_object
-from ferrodist.deadline import Deadline
 from ferrodist.mesh import DeviceMesh
-from ferrodist.parallel.module_init import verify_across_ranks
 from ferrodist.parallel.pipeline.model_flow import Trace, find_flow
-from ferrodist.parallel.pipeline.model_stage import ModelDivision, ModelStage, Skeleton
+from ferrodist.parallel.pipeline.model_skeleton import Skeleton
+from ferrodist.parallel.pipeline.model_stage import ModelDivision, ModelStage
 from ferrodist.parallel.pipeline.model_units import ModelUnits, find_units
 from ferrodist.parallel.pipeline.split import (
     Balance,
@@ -24,6 +21,7 @@ from ferrodist.parallel.pipeline.split import (
     check_costs,
     check_counts,
     find_shared,
+    find_together,
     partition,
 )
 from ferrodist.wording import counted, with_article
@@ -137,7 +135,10 @@ def split_model(
             *(f"the part {', '.join(part)}" for part in found.get("parts", ())),
         ]
 
-    part_costs = find_costs() if group is None else _find_together(find_costs, describe, group, timeout)
+    if group is None:
+        part_costs = find_costs()
+    else:
+        part_costs = find_together(find_costs, describe, group, timeout, maker="split_model", module="model")
     counts = found.get("counts")
     if counts is None:
         counts = partition([cost or 0 for cost in part_costs], num_stages)
@@ -148,26 +149,6 @@ def split_model(
     ]
     name = "costs" if costs is not None else (balance if isinstance(balance, Balance) else Balance.PARAMETERS).value
     return Stages(stages, [""] * num_stages, costs=stage_costs, costs_name=name, shared=find_shared(stages))
-
-
-def _find_together(
-    find_costs: Callable[[], Sequence[float | None]],
-    describe: Callable[[], list[str]],
-    group: Backend,
-    timeout: float | None,
-) -> Sequence[float | None]:
-    """The costs of rank 0, on all ranks, which divide the same model in the same way or raise."""
-    group, limit = group_and_timeout(group, timeout)
-    deadline = Deadline(limit)
-    failure: Exception | None = None
-    costs: Sequence[float | None] = ()
-    try:
-        costs = find_costs()
-    except (TypeError, ValueError) as error:
-        failure = error
-    verify_across_ranks(describe(), group, deadline, maker="split_model", module="model", failure=failure)
-    found: Sequence[float | None] = broadcast_object(costs, group=group, timeout=deadline.remaining())
-    return found
 
 
 def _group_of(mesh_or_group: Any) -> Backend | None:

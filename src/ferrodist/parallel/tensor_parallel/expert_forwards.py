@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.backends.verification import left_reason
+from ferrodist.errors import DistributedError
 from ferrodist.parallel.backward_hooks import current_backward_id
 from ferrodist.parallel.tensor_parallel.expert_load import ExpertLoad
 from ferrodist.parallel.tensor_parallel.token_routing import combine, dispatch, plan_route
@@ -165,7 +167,19 @@ class ExpertForward:
         return tensor.to_local(grad_placements=Partial() if isinstance(placement, Replicate) else None)
 
     def _run(self, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The module's own code on local rows (R, H), which have their experts and weights (R, k)."""
+        """The module's own code on local rows (R, H), which have their experts and weights (R, k).
+
+        If it raises, the group ends: the other ranks are in the next collective of this forward already.
+        """
+        try:
+            return self._compute(rows, index, weights)
+        except BaseException as error:
+            if not isinstance(error, DistributedError):
+                group = self._mesh.group
+                group.abort(left_reason(group.rank, "a forward of experts", error))
+            raise
+
+    def _compute(self, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         with self._local_parameters() as parameters:
             if rows.shape[0]:
                 output = self._forward(rows, index, weights)

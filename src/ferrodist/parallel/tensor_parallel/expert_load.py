@@ -82,8 +82,8 @@ def update_expert_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float = 0
         raise TypeError(f"rate must be a number, not {type(rate).__name__}")
     if not 0 <= rate < float("inf"):
         raise ValueError(f"rate must be at least 0 and finite, not {rate}")
-    if not bias.is_floating_point():
-        raise TypeError(f"bias must be of floats, not {bias.dtype}")
+    if bias.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"bias must be float32 or float64, not {bias.dtype}: steps as small as the rate would be lost")
     if bias.shape != counts.shape or bias.dim() != 1:
         raise ValueError(f"bias {tuple(bias.shape)} and counts {tuple(counts.shape)} need one number for each expert")
     local = _local(bias, "bias")

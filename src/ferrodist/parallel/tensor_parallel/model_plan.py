@@ -7,7 +7,7 @@ follow from placements; so styles that only say how gradients are summed there r
 
 from __future__ import annotations
 
-import fnmatch
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from ferrodist.arguments import check_type
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.tensor_parallel.experts import ExpertParallel, ExpertStyle, TensorParallelExperts
 from ferrodist.parallel.tensor_parallel.family_plans import BASE_PLANS, HEAD_PLAN
+from ferrodist.parallel.tensor_parallel.plan import path_matches
 from ferrodist.parallel.tensor_parallel.styles import (
     ColumnParallel,
     RowParallel,
@@ -88,6 +89,12 @@ def find_model_plan(module: nn.Module) -> dict[str, Style]:
             ' pass a plan, such as {"layers.*.up": fd.ColumnParallel()}'
         )
     plan = resolve_names(module, names, skips_unmatched=True)
+    paths = [path for pattern in plan for path in _matching(pattern, dict(module.named_modules()))]
+    if paths and not any(part.isdecimal() for path in paths for part in path.split(".")):
+        warnings.warn(
+            f"the plan of {kind} shards no layer, only {', '.join(map(repr, paths))}: pass one with the layers' paths",
+            stacklevel=4,
+        )
     if not plan:
         raise ValueError(
             f"no path of the plan of {kind} matches a module; the plan has {', '.join(map(repr, list(names)[:4]))}"
@@ -148,17 +155,12 @@ def resolve_names(
             continue
         if matched or not skips_unmatched:
             found[path] = _find_style(path, style)
-    return _add_placements(found, placed)
+    return _add_placements(modules, found, placed)
 
 
 def _matching(path: str, names: Iterable[str]) -> list[str]:
     """The names that a path with wildcards matches, part by part."""
-    patterns = path.split(".")
-    return [
-        name
-        for name in names
-        if len(parts := name.split(".")) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
-    ]
+    return [name for name in names if path_matches(name, path)]
 
 
 def _find_style(path: str, name: str) -> Style:
@@ -179,16 +181,24 @@ def _place_parameter(name: str, style: str, ndim: int) -> Placement:
     return _PARAMETER_PLACEMENTS[style](ndim)
 
 
-def _add_placements(found: dict[str, Style], placed: Mapping[str, Mapping[str, Placement]]) -> dict[str, Style]:
-    """Add the placements of parameters to the styles of their owners, which then have a path each."""
-    plan = dict(found)
+def _add_placements(
+    modules: Mapping[str, nn.Module], found: dict[str, Style], placed: Mapping[str, Mapping[str, Placement]]
+) -> dict[str, Style]:
+    """Add the placements of parameters to the styles of their owners.
+
+    A path with wildcards that matches an owner is replaced by the paths of all modules that it matches.
+    """
+    plan: dict[str, Style] = {}
+    for pattern, style in found.items():
+        matched = _matching(pattern, modules)
+        names = matched if set(matched) & set(placed) else [pattern]
+        plan |= dict.fromkeys(names, style)
     for owner, placements in placed.items():
-        patterns = [pattern for pattern in found if _matching(pattern, [owner])]
-        style = found[patterns[0]] if patterns else _REPLICATED
+        style = plan.get(owner, _REPLICATED)
+        own = {key: style.placement_of(key, one) for key, one in modules[owner].named_parameters(recurse=False)}
         if isinstance(style, ExpertStyle):
-            plan[owner] = replace(style, parameters=placements)
+            plan[owner] = replace(style, parameters={**style.parameters, **placements})
         else:
-            plan[owner] = Style(parameters=placements, wanted=style.wanted, outputs=style.outputs)
-        for pattern in patterns:
-            plan.pop(pattern, None)
+            io = style.preparation()
+            plan[owner] = Style(parameters={**own, **placements}, wanted=io.wanted, outputs=io.outputs)
     return plan

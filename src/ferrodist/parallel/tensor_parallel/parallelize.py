@@ -91,7 +91,8 @@ def parallelize(
             forward's end together.
         fallback: The treatment of operators that DTensor has no rule for, in forwards and gradients. "replicate"
             gathers its inputs, and every rank computes all of it; a warning, once for an operator and a module, names
-            both, and the bytes that a rank sends. "error" raises UnsupportedOpError.
+            both, and the bytes that a rank sends. "error" raises UnsupportedOpError. In a backward the setting
+            of the model counts whose forward was the last one on the mesh.
         init: ``init(module)`` initialises a module's own parameters and buffers if they were on the meta device; None
             calls ``module.reset_parameters()``. Every rank calls it; rank 0's values are used.
 

@@ -37,7 +37,7 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Styl
     for pattern, style in plan.items():
         if not isinstance(style, Style):
             raise TypeError(f"the plan's {pattern!r} must be a style, as ColumnParallel(), not {style!r}")
-        found = [name for name in modules if _fits(name, pattern)]
+        found = [name for name in modules if path_matches(name, pattern)]
         if not found:
             raise ValueError(
                 f"the plan's path {pattern!r} matches no module; some are {', '.join(map(repr, list(modules)[1:9]))}"
@@ -53,7 +53,8 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Styl
     return styles
 
 
-def _fits(name: str, pattern: str) -> bool:
+def path_matches(name: str, pattern: str) -> bool:
+    """True if a path has a pattern's number of parts, and each fits, with ``*`` for any text."""
     names, patterns = name.split("."), pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
 

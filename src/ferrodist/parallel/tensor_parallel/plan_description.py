@@ -89,7 +89,7 @@ def _forward_collective(style: Style) -> str:
     """The collective of a forward of a module with a style."""
     is_replicated = isinstance(style.outputs, Replicate)
     if isinstance(style, ExpertParallel):
-        return "all_to_all twice"
+        return "all_gather of counts, all_to_all twice"
     if isinstance(style, RowParallel | VocabularyParallel | TensorParallelExperts):
         return "reduce_scatter" if isinstance(style.outputs, Shard) else "allreduce"
     if isinstance(style, ColumnParallel):

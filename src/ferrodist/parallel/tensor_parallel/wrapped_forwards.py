@@ -222,7 +222,7 @@ class ParallelState:
         self._replication_warnings = ReplicationWarnings() if replicates else None
         self.forward_check = self.make_check()  # the check of plain tensors in forwards
         self.backward_check = self.make_check()  # the check of plain tensors in backward
-        mesh.parent.attachments.setdefault(BACKWARD_CHECKS, {})[mesh.identity] = self.backward_check
+        self._attach_backward_check()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
         """The state of a copy of the model."""
@@ -235,9 +235,14 @@ class ParallelState:
         """A check of plain tensors of the model's code."""
         return ReplicaCheck(self.mesh, immediate=self.checks, replication_warnings=self._replication_warnings)
 
+    def _attach_backward_check(self) -> None:
+        """Let backwards on the mesh have this model's check: it is the model whose forward runs last."""
+        self.mesh.parent.attachments.setdefault(BACKWARD_CHECKS, {})[self.mesh.identity] = self.backward_check
+
     @contextlib.contextmanager
     def inside(self, path: str) -> Iterator[None]:
         """A block in which the forward of the module at a path runs, called from outside of the model."""
+        self._attach_backward_check()
         if current_backward_id() == -1:
             self.backward_check.forget()  # the records of a backward that raised
         with self.checking(self.forward_check):

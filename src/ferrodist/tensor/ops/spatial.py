@@ -19,10 +19,11 @@ def _pattern(num_spatial: int, linear: Sequence[Sequence[int]], call: OpCall) ->
     def labels(shape: Sequence[int]) -> list[int | None]:
         return [dim if dim < len(shape) - num_spatial else None for dim in range(len(shape))]
 
+    is_exact = call.inputs[0].dtype.is_floating_point  # integers are rounded, so that partial sums don't add up
     return EinsumPattern(
         inputs=[labels(spec.shape) for spec in call.inputs],
         outputs=[labels(result.shape) for result in call.results],
-        linear=linear,
+        linear=linear if is_exact else (),
     )
 
 

@@ -55,6 +55,9 @@ class Writer(torch.nn.Module):
         except DistributedError:
             return x
 
+    def stream(self, x):
+        yield self(x)
+
     def descend(self, x):
         self.encode(x).sum().backward()
 
@@ -459,6 +462,7 @@ def test_wrong_arguments():
             ("head", TypeError, "'head' of a Writer is a sub-module"),
             ("out", TypeError, "'out' of a Writer is a .*Parameter, not a method"),
             (3, TypeError, "method_name must be"),
+            ("stream", TypeError, "'stream' of a Writer returns before its code has run"),
         ]:
             with pytest.raises(kind, match=text):
                 fd.register_forward_method(fsdp, name)

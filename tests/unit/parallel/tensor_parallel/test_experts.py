@@ -358,6 +358,28 @@ def test_ranks_that_disagree_on_gradients_or_features_are_told():
     run_ranks(program, 2)
 
 
+class Failing(Experts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        raise ArithmeticError("no such number")
+
+
+def test_experts_that_raise_on_one_rank_end_the_group():
+    """The others are in the exchange of outputs by then, and would wait for it until the timeout."""
+    done = threading.Event()
+
+    def program(group):
+        parallel = fd.parallelize_experts(
+            seeded(Failing if group.rank else Experts), mesh_of(group), {"": ExpertParallel()}
+        )
+        with pytest.raises(ArithmeticError if group.rank else fd.DistributedError, match="no such number"):
+            parallel(*make_routing(3, 5, 4))
+        if group.rank == 0:
+            done.set()
+        assert done.wait(20)
+
+    run_ranks(program, 2, timeout=10)
+
+
 class Odd(Experts):
     """Experts with a parameter that isn't stacked."""
 
@@ -400,36 +422,6 @@ def test_capacity_factors_are_checked(value, kind):
     """A capacity of nothing would drop all tokens without a word."""
     with pytest.raises(kind, match="capacity_factor"):
         ExpertParallel(capacity_factor=value)
-
-
-def test_the_bias_moves_against_the_load():
-    """Experts with more than the average load get less of a bias, others more (Wang et al., 2024, algorithm 1)."""
-    bias = torch.zeros(4)
-    fd.update_expert_bias(bias, torch.tensor([5, 1, 3, 3]), rate=0.5)
-    assert bias.tolist() == [-0.5, 0.5, 0.0, 0.0]
-    with pytest.raises(ValueError, match="one number for each expert"):
-        fd.update_expert_bias(bias, torch.ones(3))
-    with pytest.raises(TypeError, match="bias must be of floats"):
-        fd.update_expert_bias(torch.zeros(4, dtype=torch.int64), torch.ones(4))
-    with pytest.raises(ValueError, match="rate"):
-        fd.update_expert_bias(bias, torch.ones(4), rate=-1)
-
-
-def test_a_bias_balances_a_router():
-    """A router that prefers some experts spreads its tokens evenly after some updates of the bias."""
-    torch.manual_seed(0)
-    scores = torch.rand(512, 8) * torch.linspace(0.5, 1, 8)
-    bias = torch.zeros(8)
-    load = fd.ExpertLoad(8)
-    imbalances = []
-    for _ in range(200):
-        load.reset()
-        counts = torch.bincount(torch.topk(scores + bias, 2).indices.flatten(), minlength=8)
-        load.record(counts, counts)
-        imbalances.append(load.imbalance)
-        fd.update_expert_bias(bias, load.counts, rate=0.01)
-    assert imbalances[0] > 1.5
-    assert imbalances[-1] < 1.15
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "DeepseekV3"])

@@ -116,6 +116,42 @@ def test_error_refuses(kind, plan, message):
     run_ranks(program, 2)
 
 
+class _Spectrum(torch.autograd.Function):
+    """A function whose gradient's formula needs an operator without a rule."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.fft.fft(grad).real
+
+
+class Spectrum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 16)
+
+    def forward(self, x):
+        return _Spectrum.apply(self.up(x))
+
+
+@pytest.mark.filterwarnings("ignore:aten.* has no rule")
+def test_a_backward_has_the_setting_of_its_own_model():
+    """Not of another model on the mesh that was parallelized later."""
+
+    def program(group):
+        mesh, x = DeviceMesh(group, (2,)), torch.ones(3, 4, dtype=torch.float64)
+        strict = fd.parallelize(make(Spectrum), mesh, {"up": ColumnParallel()}, fallback="error")
+        loose = fd.parallelize(make(Spectrum), mesh, {"up": ColumnParallel()})
+        with pytest.raises(UnsupportedOpError, match="no rule"):
+            strict(x).sum().backward()
+        loose(x).sum().backward()
+
+    run_ranks(program, 2)
+
+
 def test_wrong_values():
     """Others than the two strings are refused by name, and ranks that differ are told so."""
 
