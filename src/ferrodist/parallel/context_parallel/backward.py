@@ -3,8 +3,9 @@
 Torch hands `torch.autograd.backward` and `torch.autograd.grad` to a mode, and leaves the mode for that call; the
 engine, and all that it runs, must have it. So these do what torch's functions do before they call the engine.
 
-A checkpoint with ``use_reentrant=True`` runs its function without a graph, and keeps it for backward: outside of the
-block it would run without the mode, and nothing would tell. `guard_checkpoints` makes that an error.
+Outside of the block a checkpoint would run its function without the mode, and nothing would tell. One with
+``use_reentrant=True`` runs it without a graph, and keeps it for backward: `guard_checkpoints` makes it raise. One with
+``use_reentrant=False`` raises if it saves fewer tensors than at first: `mark` saves one more.
 """
 
 from __future__ import annotations
@@ -113,6 +114,25 @@ def _gradient(output: Any, gradient: torch.Tensor | None) -> torch.Tensor | None
             f" {tuple(output.shape)} and {output.dtype}"
         )
     return gradient
+
+
+class _Mark(torch.autograd.Function):
+    """Identity that saves a tensor of no elements."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.empty(0))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - what autograd passes
+        return grad
+
+
+def mark(output: torch.Tensor) -> torch.Tensor:
+    """Return the output of attention, with one tensor more saved than by torch's own."""
+    marked: torch.Tensor = _Mark.apply(output)  # type: ignore[no-untyped-call]
+    return marked
 
 
 def guard_checkpoints(is_inside: Callable[[], bool]) -> None:

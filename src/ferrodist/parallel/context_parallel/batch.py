@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")
 _NEEDED = ("input_ids", "position_ids", "attention_mask")  # of a model's forward, by name
+_PASSED_ON = ("shift_labels", "num_items_in_batch", "ignore_index")  # by the forward to the loss, perhaps unnamed
 _OF_LABELS = ("labels", "shift_labels", "num_items_in_batch")
 _true: dict[torch.device, torch.Tensor] = {}  # the one element of all masks of a device, by which they are known
 
@@ -49,14 +50,15 @@ def context_shard_batch(
         cu_seqlens: Bounds of packed documents, as of `ring_attention`: positions begin anew in each, and its first
             token is predicted by none. Pass them to `context_parallel`, too.
         ignore_index: The label of tokens that don't count.
-        model: The model that will be called with the result, to be checked here; it may be in `DDP` or `FSDP`. Models
-            that take any keyword arguments ignore those that they don't know, and are silently wrong.
+        model: The model that will be called with the result, to be checked; it may be in `DDP` or `FSDP`. Models that
+            take any keyword arguments ignore those that they don't know, and are wrong without an error.
 
     Returns:
         A dict: ``input_ids`` and ``position_ids``; an ``attention_mask`` that stands for attention over the whole
-        sequence, for `context_parallel` to find; with labels ``labels`` and ``shift_labels``, both shifted, and
-        ``num_items_in_batch``, the number of labels of the whole batch divided by the number of ranks; and
-        ``ignore_index``, if it is not -100. A loss of one's own is a sum of cross entropies divided by that number.
+        sequence, for `context_parallel` to find; with labels ``labels`` and ``shift_labels``, both shifted,
+        ``num_items_in_batch``, the number of labels of the whole batch divided by the number of ranks, and
+        ``ignore_index``, if it is not -100, which Hugging Face's loss takes. A loss of one's own is a sum of cross
+        entropies divided by that number.
 
         A model can be called with it if its forward takes ``position_ids`` and uses no other positions, hands the mask
         to `torch.nn.functional.scaled_dot_product_attention` as it is, has no sliding window that is shorter than the
@@ -66,7 +68,8 @@ def context_shard_batch(
     Raises:
         TypeError: ``batch`` is not a mapping of tensors, or the forward of ``model`` does not take an entry.
         ValueError: ``input_ids`` is missing, shapes differ, an entry is unknown, the mask has padding, no label
-            counts, a rank would have no token, or ``model`` has a sliding window or attention of its own.
+            counts, a rank would have no token, or ``model`` has sliding windows, layers that are not attention, an
+            ``attn_implementation`` other than "sdpa", or positions of its own (RoBERTa's) and ``batch`` has none.
     """
     chosen = resolve_group(group)
     ids = _check_batch(batch)
@@ -78,8 +81,11 @@ def context_shard_batch(
         raise ValueError(
             f"input_ids has {counted(length, 'token')}, and each of {counted(chosen.world_size, 'rank')} must have one"
         )
+    needed = _NEEDED
+    if "labels" in batch:
+        needed += _OF_LABELS if check_int("ignore_index", ignore_index) == -100 else (*_OF_LABELS, "ignore_index")
     if model is not None:
-        _check_model(model, length, has_labels="labels" in batch)
+        _check_model(model, length, needed, has_positions="position_ids" in batch)
     positions = batch.get("position_ids")
     if positions is None:
         starts = [start for start, stop in itertools.pairwise(bounds) for _ in range(start, stop)]
@@ -96,7 +102,7 @@ def context_shard_batch(
         shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
         last = [stop - 1 for stop in bounds[1:] if stop]
         shifted[:, last] = ignore_index
-        total = int((shifted != check_int("ignore_index", ignore_index)).sum())
+        total = int((shifted != ignore_index).sum())
         if not total:
             raise ValueError("labels has no label that counts, so that their mean is undefined: leave out this batch")
         result["labels"] = result["shift_labels"] = context_shard(shifted, 1, chosen)
@@ -112,23 +118,28 @@ def stands_for_all(mask: torch.Tensor) -> bool:
     return one is not None and mask.untyped_storage().data_ptr() == one.untyped_storage().data_ptr()
 
 
-def _check_model(model: nn.Module, length: int, *, has_labels: bool) -> None:
+def _check_model(model: nn.Module, length: int, needed: tuple[str, ...], *, has_positions: bool) -> None:
     """Raise unless a model takes all entries, and has no attention that `context_parallel` can't stand for."""
+    check_type(model, torch.nn.Module, "model must be a torch.nn.Module")
     while isinstance(inner := getattr(model, "module", None), torch.nn.Module):  # of DDP or FSDP
         model = inner
     name = type(model).__name__
-    parameters = inspect.signature(model.forward).parameters
-    missing = [each for each in _NEEDED if each not in parameters]
-    if has_labels:
-        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-        missing += [each for each in _OF_LABELS if each not in parameters and (each == "labels" or not takes_any)]
-        loss = getattr(model, "loss_function", None)
-        if loss is not None and "shift_labels" not in inspect.signature(loss).parameters:
-            missing.append("shift_labels (in its loss_function)")
+    takes = inspect.signature(model.forward).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
+    missing = [each for each in needed if each not in takes and not (takes_any and each in _PASSED_ON)]
+    loss = getattr(model, "loss_function", None)
+    if callable(loss):
+        of_loss = inspect.signature(loss).parameters
+        missing += [f"{each} (of its loss_function)" for each in needed if each in _PASSED_ON and each not in of_loss]
     if missing:
         raise TypeError(
-            f"{name} can't be called with a sharded batch: its forward does not take {', '.join(missing)} by name, and"
-            " would be silently wrong without"
+            f"{name} can't be called with a sharded batch: it does not take {', '.join(missing)} by name, and would be"
+            " wrong without an error"
+        )
+    if not has_positions and any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules()):
+        raise ValueError(
+            f"{name} numbers positions in a way of its own (those of Hugging Face's RoBERTa begin after the index of"
+            " padding): pass position_ids in the batch, as the model would make them of the whole sequence"
         )
     config = getattr(model, "config", None)
     if config is not None:

@@ -143,7 +143,7 @@ class _AttentionMode(TorchFunctionMode):
             causal = self._kind_of(attn_mask, is_causal=is_causal)
         except ValueError as error:
             _raise_on_all_ranks(error, self._group, self._options["timeout"])
-        return self._attend(
+        output = self._attend(
             query,
             key,
             value,
@@ -154,6 +154,7 @@ class _AttentionMode(TorchFunctionMode):
             dropout_p=dropout_p,
             **self._options,
         )
+        return backward.mark(output)
 
     def _kind_of(self, mask: torch.Tensor | None, *, is_causal: bool) -> bool:
         """True if a call is causal; ValueError if its mask can't be used."""

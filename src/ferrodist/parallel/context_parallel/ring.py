@@ -133,16 +133,14 @@ class _RingAttention(torch.autograd.Function):
                 for block in blocks_with(arguments, source):
                     attention.add(keys, values, block)
         output, log_sum_exp = attention.finish()
-        # One tensor more than torch's own attention saves: an activation checkpoint that runs it anew without
-        # `context_parallel` finds another number, and raises.
-        ctx.save_for_backward(query, key, value, output, log_sum_exp, torch.empty(0))
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
         ctx.arguments, ctx.overlap = arguments, overlap
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, log_sum_exp, _ = ctx.saved_tensors
+        query, key, value, output, log_sum_exp = ctx.saved_tensors
         arguments: AttentionArguments = ctx.arguments
         gradients = AttentionGradients(grad, query, output, log_sum_exp, arguments.scale)
         with add_error_context(lambda: "The backward of ring attention was passing gradients on.", _ADVICE):
