@@ -153,16 +153,24 @@ class ModelStage(ModulePart):
 
         Args:
             init: Called with each module that has such tensors; initialises its own parameters and buffers. None calls
-                its ``reset_parameters()``. For a model of Hugging Face it is ``model._init_weights``.
+                its ``reset_parameters()``. For a model of Hugging Face it is ``model._init_weights``. A container, a
+                module around lists of blocks, is given as a copy with stand-ins for its units. What isn't initialised
+                is NaN, or 0 for integers.
             device: The device of the real tensors.
 
         Raises:
             UnsupportedOpError: A module has no ``reset_parameters()``, and ``init`` is None.
         """
         modules = [(name, module) for name, module in self.named_modules() if has_meta_tensors(module)]
-        initialisers = [find_initialiser(name, module, init) for name, module in modules]
+        originals = [
+            self._skeleton.model.get_submodule(name) if isinstance(module, ModulePart) else module
+            for name, module in modules
+        ]
+        initialisers = [
+            find_initialiser(name, original, init) for (name, _), original in zip(modules, originals, strict=True)
+        ]
         made = self._division.materialised
-        for (_, module), initialise in zip(modules, initialisers, strict=True):
+        for (name, module), original, initialise in zip(modules, originals, initialisers, strict=True):
             tables: list[dict[str, Any]] = [own_parameters(module), own_buffers(module)]
             real_ones = [each for table in tables for each in table.values() if each is not None and not each.is_meta]
             kept = [(each, each.detach().clone()) for each in real_ones]
@@ -172,17 +180,29 @@ class ModelStage(ModulePart):
                     if tensor is None or not tensor.is_meta:
                         continue
                     if id(tensor) not in made:
-                        real: torch.Tensor = torch.empty_like(tensor, device=device)
-                        if isinstance(tensor, torch.nn.Parameter):
-                            real = torch.nn.Parameter(real, requires_grad=tensor.requires_grad)
-                        made[id(tensor)] = tensor, real
+                        made[id(tensor)] = tensor, _allocate(tensor, device)
                         is_new = True
                     table[key] = made[id(tensor)][1]
-            if is_new:
+            if is_new and original is module:
                 initialise(module)
+            elif is_new:
+                self._initialise_container(name, module, original, initialise)
             with torch.no_grad():
                 for tensor, values in kept:
                     tensor.copy_(values)
+
+    def _initialise_container(
+        self, path: str, part: torch.nn.Module, original: torch.nn.Module, initialise: Initialiser
+    ) -> None:
+        """Initialise a container's tensors, of which ``part`` has some, in the copy of the container itself."""
+        tensors = {name: each for name, each in _own_tensors(part).items() if each is not None}
+        self._skeleton.install({f"{path}.{name}".lstrip("."): each for name, each in tensors.items()})
+        initialise(original)
+        found = _own_tensors(original)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                if found[name] is not tensor:  # set, not written
+                    tensor.copy_(found[name])  # type: ignore[arg-type] # None isn't there
 
     def train(self, mode: bool = True) -> ModelStage:  # noqa: FBT001, FBT002 - torch's signature
         """Set training mode, or evaluation; see `torch.nn.Module.train`."""
@@ -269,7 +289,7 @@ class ModelStage(ModulePart):
         return flows[key]
 
     def _prepare_skeleton(self, flow: Flow) -> Skeleton:
-        """The skeleton, with this stage's own tensors in it."""
+        """The skeleton, with this stage's container tensors in it."""
         skeleton = self._skeleton
         skeleton.move_to(self.device)
         skeleton.refuse_reads(self._division.changed)
@@ -420,6 +440,17 @@ class _StageRun:
             f"the model's code {what} where it came to {expected!r} with inputs of the same shapes before: what a stage"
             " calls must not depend on values or random numbers (switch layerdrop off)"
         )
+
+
+def _allocate(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor like one on the meta device, of NaN, or of zeros for integers."""
+    real = torch.full_like(tensor, 0 if is_integer(tensor.dtype) else torch.nan, device=device, requires_grad=False)
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return torch.nn.Parameter(real, requires_grad=tensor.requires_grad) if is_parameter else real
+
+
+def _own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    return {**own_parameters(module), **own_buffers(module)}
 
 
 def _version_of_input(leaf: Any) -> int:
