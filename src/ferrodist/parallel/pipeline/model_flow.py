@@ -249,7 +249,9 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         """A copy of a unit's shadow on the CPU."""
         self._inside = path
         try:
-            shadow = copy.deepcopy(self._shadows[path]).to_empty(device="cpu")
+            left = (each for part in self._shadows[path].modules() for each in _tensors_in(list(vars(part).values())))
+            memo: dict[int, Any] = {id(each): each.detach() for each in left if not each.is_leaf}  # can't be copied
+            shadow = copy.deepcopy(self._shadows[path], memo).to_empty(device="cpu")
             for tensor in (*shadow.parameters(), *shadow.buffers()):
                 tensor.detach().zero_()
             return shadow

@@ -11,9 +11,10 @@ import torch
 
 from ferrodist.arguments import check_int, check_type
 from ferrodist.mesh import DeviceMesh
+from ferrodist.parallel.pipeline.model_division import ModelDivision
 from ferrodist.parallel.pipeline.model_flow import Trace, find_flow
 from ferrodist.parallel.pipeline.model_skeleton import Skeleton
-from ferrodist.parallel.pipeline.model_stage import ModelDivision, ModelStage
+from ferrodist.parallel.pipeline.model_stage import ModelStage
 from ferrodist.parallel.pipeline.model_units import ModelUnits, find_units
 from ferrodist.parallel.pipeline.split import (
     Balance,

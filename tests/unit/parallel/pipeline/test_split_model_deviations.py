@@ -214,6 +214,8 @@ class LosingBlock(Block):
         self.loss = hidden.pow(2).mean()
         self.losses.append(1.0)
         self.layer.loss = 2.0
+        if hidden.sum() == torch.inf:  # not on the meta device, so that the trace runs it again
+            raise OverflowError
         return super().forward(hidden)
 
 
@@ -236,6 +238,18 @@ class ReadsInnerAttribute(Model):
 
     def end(self, hidden, _first):
         return hidden + sum(block.layer.loss for block in self.blocks)
+
+
+class SetsAttribute(Model):
+    def forward(self, hidden):
+        for block in self.blocks:
+            block.factor = hidden.mean()
+        return super().forward(hidden)
+
+
+def test_attributes_set_from_outside():
+    """What the model's code sets in a block would not come to the block's stage."""
+    check_refused(SetsAttribute, "the model's code sets 'blocks.0.factor' outside of the forward of this module", (X,))
 
 
 class ReadsNothing(Model):
