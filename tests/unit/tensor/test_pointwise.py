@@ -172,6 +172,8 @@ def test_every_operator_equals_the_plain_one():
                 arguments, named = bound
                 try:
                     expected = overload(*arguments, **named)
+                    # Shifts of booleans have no result on the meta device.
+                    overload(*[one.to("meta") if isinstance(one, torch.Tensor) else one for one in arguments], **named)
                 except (RuntimeError, TypeError, NotImplementedError):
                     continue  # not of this dtype
                 sharded = [
