@@ -81,7 +81,7 @@ def context_shard_batch(
         raise ValueError(
             f"input_ids has {counted(length, 'token')}, and each of {counted(chosen.world_size, 'rank')} must have one"
         )
-    needed = _NEEDED
+    needed: tuple[str, ...] = _NEEDED
     if "labels" in batch:
         needed += _OF_LABELS if check_int("ignore_index", ignore_index) == -100 else (*_OF_LABELS, "ignore_index")
     if model is not None:
