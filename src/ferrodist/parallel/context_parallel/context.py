@@ -16,6 +16,7 @@ from ferrodist.collectives.arguments import group_and_timeout
 from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.context_parallel import backward
 from ferrodist.parallel.context_parallel.agreement import compare_calls
+from ferrodist.parallel.context_parallel.arguments import check_local
 from ferrodist.parallel.context_parallel.batch import stands_for_all
 from ferrodist.parallel.context_parallel.ring import ring_attention
 from ferrodist.parallel.context_parallel.ulysses import ulysses_attention
@@ -142,7 +143,7 @@ class _AttentionMode(TorchFunctionMode):
     ) -> torch.Tensor:
         try:
             causal = self._kind_of(attn_mask, is_causal=is_causal)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             _raise_on_all_ranks(error, self._group, self._options["timeout"])
         output = self._attend(
             query,
@@ -158,7 +159,7 @@ class _AttentionMode(TorchFunctionMode):
         return backward.mark(output)
 
     def _kind_of(self, mask: torch.Tensor | None, *, is_causal: bool) -> bool:
-        """True if a call is causal; ValueError if its mask can't be used."""
+        """True if a call is causal; TypeError or ValueError if its mask can't be used."""
         if mask is None:
             if self._causal is not None and is_causal is not self._causal:
                 raise ValueError(
@@ -166,6 +167,7 @@ class _AttentionMode(TorchFunctionMode):
                     f" is_causal={is_causal}: leave out causal, if its layers differ"
                 )
             return is_causal
+        check_local("context_parallel", mask, "attn_mask")
         if not stands_for_all(mask):
             raise ValueError(
                 f"attention has a mask of shape {tuple(mask.shape)} for this rank's tokens, which says nothing of other"
@@ -177,7 +179,7 @@ class _AttentionMode(TorchFunctionMode):
         return self._causal
 
 
-def _raise_on_all_ranks(error: ValueError, group: Backend, timeout: float) -> NoReturn:
+def _raise_on_all_ranks(error: Exception, group: Backend, timeout: float) -> NoReturn:
     """Raise an error in place of a call of attention, with which the other ranks are compared."""
 
     def describe() -> NoReturn:
