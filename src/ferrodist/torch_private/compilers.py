@@ -43,7 +43,7 @@ def outside_of_compiler(function: Callable[_Parameters, _Result]) -> Callable[_P
     if _set_strategy is not None:
         function._torchdynamo_disable = True  # type: ignore[attr-defined] # for its callers
         function._torchdynamo_disable_msg = "it communicates between ranks"  # type: ignore[attr-defined]
-        _set_strategy(function.__code__, _strategy)  # type: ignore[attr-defined]
+        _set_strategy(function.__code__, _strategy)
         return function
 
     @wraps(function)
