@@ -7,7 +7,6 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import ferrodist as fd
 from ferrodist.testing import run_ranks
@@ -241,7 +240,8 @@ def test_masks_dropout_and_other_kinds_raise_on_all_ranks(method, rank):
     run_in_context(call(attn_mask=torch.zeros(6, 6)), "has a mask of shape", method=method, rank=rank)
     run_in_context(call(dropout_p=0.5), "dropout_p must be 0", method=method, rank=rank)
     run_in_context(call(is_causal=True), "is_causal=True", method=method, rank=rank, causal=False)
-    marker = torch.ones((), dtype=torch.bool).expand(2, 1, 6, 6)
+    alone = fd.SimulatedBackend.create_group(1)[0]
+    marker = fd.context_shard_batch({"input_ids": torch.ones(2, 6)}, alone)["attention_mask"]
     run_in_context(call(attn_mask=marker), "pass causal=", method=method, rank=rank)
 
 
@@ -260,45 +260,3 @@ def test_wrong_arguments_of_the_block():
             pass
         with pytest.raises(RuntimeError, match="sdpa"), fd.context_parallel(mesh["context"]):
             torch.ones(1) + 1
-
-
-def test_a_checkpoint_outside_of_the_block_raises():
-    """Attention that is run anew without the block would be of this rank's tokens only."""
-
-    def program(group):
-        mesh = fd.DeviceMesh(group, (-1,), ("context",))
-        q, k, v = (fd.context_shard(x, 2, group).requires_grad_() for x in whole(12)[:3])
-        with fd.context_parallel(mesh):
-            output = checkpoint(scaled_dot_product_attention, q, k, v, use_reentrant=False)
-        with pytest.raises(CheckpointError, match="different number of tensors"):
-            output.sum().backward()
-        with fd.context_parallel(mesh):
-            checkpoint(scaled_dot_product_attention, q, k, v, use_reentrant=False).sum().backward()
-        return q.grad
-
-    run_ranks(program, 2)
-
-
-BATCHES = {
-    "no ids": ({"labels": torch.ones(1, 4, dtype=torch.int64)}, "no 'input_ids'"),
-    "unknown": ({"input_ids": torch.ones(1, 4), "token_type_ids": torch.ones(1, 4)}, "token_type_ids"),
-    "shape": ({"input_ids": torch.ones(4)}, r"\(batch, tokens\)"),
-    "labels": ({"input_ids": torch.ones(1, 4), "labels": torch.ones(1, 5)}, "labels must be of the shape"),
-    "padding": ({"input_ids": torch.ones(1, 4), "attention_mask": torch.tensor([[1, 1, 1, 0]])}, "padding"),
-    "no label": ({"input_ids": torch.ones(1, 4), "labels": torch.full((1, 4), -100)}, "no label that counts"),
-}
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_batches_that_cannot_be_sharded(name):
-    """Padding and unknown entries would be silently wrong."""
-    batch, match = BATCHES[name]
-    group = fd.SimulatedBackend.create_group(1)[0]
-    before = copy.deepcopy(batch)
-    with pytest.raises(ValueError, match=match):
-        fd.context_shard_batch(batch, group)
-    assert all(torch.equal(batch[each], before[each]) for each in batch)
-    with pytest.raises(ValueError, match="cu_seqlens ends at 3"):
-        fd.context_shard_batch({"input_ids": torch.ones(1, 4)}, group, cu_seqlens=[0, 3])
-    with pytest.raises(TypeError, match="mapping"):
-        fd.context_shard_batch([1], group)
