@@ -171,21 +171,31 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; every rank must."""
-        root = self._units[0]
-        self._guard.check_unchanged(type(self.module).__name__)
-        args, kwargs = self._precision.cast((args, kwargs))
+        args, kwargs = self._begin_forward(args, kwargs)
         if self._scheduler.is_in_method:
             return self.module(*args, **kwargs)
-        outside_of_compiler(self._scheduler.pre_forward)(root)
         output, succeeded = None, False
-        outside_of_compiler(forbid_shards)(self._key)
         try:
             output = self.module(*args, **kwargs)
             succeeded = True
         finally:
-            outside_of_compiler(allow_shards)(self._key)
-            outside_of_compiler(self._scheduler.post_forward)(root, output, succeeded=succeeded)
+            self._end_forward(output, succeeded=succeeded)
         return output
+
+    @outside_of_compiler
+    def _begin_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gather the outermost unit; returns the arguments in the dtype of computation."""
+        self._guard.check_unchanged(type(self.module).__name__)
+        args, kwargs = self._precision.cast((args, kwargs))
+        if not self._scheduler.is_in_method:
+            self._scheduler.pre_forward(self._units[0])
+            forbid_shards(self._key)
+        return args, kwargs
+
+    @outside_of_compiler
+    def _end_forward(self, output: Any, *, succeeded: bool) -> None:
+        allow_shards(self._key)
+        self._scheduler.post_forward(self._units[0], output, succeeded=succeeded)
 
     def _run_method(self, name: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a method of the model that `register_forward_method` has registered; every rank must."""
