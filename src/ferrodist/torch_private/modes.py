@@ -9,7 +9,8 @@
   `TorchDispatchMode`                                2.10 to 2.15
 ===================================================  =================
 
-Without the names modes are not noticed: functions run inside of them unchanged.
+Without the first four names modes are not noticed: functions run inside of them unchanged. `TorchDispatchMode` is
+required: this module can't be imported without it.
 """
 
 from __future__ import annotations

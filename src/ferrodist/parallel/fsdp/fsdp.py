@@ -33,6 +33,7 @@ from ferrodist.parallel.fsdp.wrap import find_units
 from ferrodist.parallel.module_guard import ModuleGuard
 from ferrodist.parallel.transparent_wrapper import TransparentWrapper, WrappedModule
 from ferrodist.torch_private.compilers import outside_of_compiler
+from ferrodist.transformers_models import find_transformers_initialiser
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         backward_prefetch: Number of units to gather before backward needs them.
         reshard_after_forward: False keeps units gathered from forward to backward, as SHARD_GRAD_OP does.
         init: ``init(module)`` initialises a module's own parameters and buffers that were on the meta device; None
-            calls ``module.reset_parameters()``. Every rank calls it; rank 0's values are taken.
+            calls ``module.reset_parameters()``, or in a transformers model its ``_init_weights(module)``. Every rank
+            calls it; rank 0's values are taken.
         device: The device for parameters and buffers that are on the meta device; None is that of the others, or the
             CPU.
 
@@ -137,6 +139,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         """The sharding strategy."""
         self._precision = mixed_precision or MixedPrecision()
         self._axes = ShardAxes.make(group, strategy)
+        init = init or find_transformers_initialiser(module)
         specs = find_units(module, wrap)
         reshards = strategy.reshards_after_forward and reshard_after_forward
         settings = f"{strategy.name}, {self._precision}, {forward_prefetch}, {backward_prefetch}, {reshards}"
@@ -168,21 +171,31 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; every rank must."""
-        root = self._units[0]
-        self._guard.check_unchanged(type(self.module).__name__)
-        args, kwargs = self._precision.cast((args, kwargs))
+        args, kwargs = self._begin_forward(args, kwargs)
         if self._scheduler.is_in_method:
             return self.module(*args, **kwargs)
-        outside_of_compiler(self._scheduler.pre_forward)(root)
         output, succeeded = None, False
-        outside_of_compiler(forbid_shards)(self._key)
         try:
             output = self.module(*args, **kwargs)
             succeeded = True
         finally:
-            outside_of_compiler(allow_shards)(self._key)
-            outside_of_compiler(self._scheduler.post_forward)(root, output, succeeded=succeeded)
+            self._end_forward(output, succeeded=succeeded)
         return output
+
+    @outside_of_compiler
+    def _begin_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gather the outermost unit; returns the arguments in the dtype of computation."""
+        self._guard.check_unchanged(type(self.module).__name__)
+        args, kwargs = self._precision.cast((args, kwargs))
+        if not self._scheduler.is_in_method:
+            self._scheduler.pre_forward(self._units[0])
+            forbid_shards(self._key)
+        return args, kwargs
+
+    @outside_of_compiler
+    def _end_forward(self, output: Any, *, succeeded: bool) -> None:
+        allow_shards(self._key)
+        self._scheduler.post_forward(self._units[0], output, succeeded=succeeded)
 
     def _run_method(self, name: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a method of the model that `register_forward_method` has registered; every rank must."""

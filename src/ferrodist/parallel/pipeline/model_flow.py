@@ -1,8 +1,8 @@
 """The flow of tensors between a model's units: found in one run of the model's own code, without its parameters.
 
 In that run units with state run on the meta device, and their results are replaced by zeros. A dispatch mode sees
-every operator between the units, and carries along from which results, inputs and own tensors a value comes. So each
-stage's needs are known exactly, whatever the code between the units does.
+every operator between the units, and carries along from which results, inputs and container tensors a value
+comes. So each stage's needs are known exactly, whatever the code between the units does.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Flow:
     inputs_sent: tuple[frozenset[int], ...]
     """For each stage but the last the leaves of the model's inputs whose values later stages need."""
     own_uses: Mapping[str, tuple[int, ...]]
-    """For each own tensor that is used the stages that do."""
+    """For each container tensor that is used the stages that do."""
 
 
 class _Reads(TorchFunctionMode):
@@ -249,7 +249,9 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         """A copy of a unit's shadow on the CPU."""
         self._inside = path
         try:
-            shadow = copy.deepcopy(self._shadows[path]).to_empty(device="cpu")
+            left = (each for part in self._shadows[path].modules() for each in _tensors_in(list(vars(part).values())))
+            memo: dict[int, Any] = {id(each): each.detach() for each in left if not each.is_leaf}  # can't be copied
+            shadow = copy.deepcopy(self._shadows[path], memo).to_empty(device="cpu")
             for tensor in (*shadow.parameters(), *shadow.buffers()):
                 tensor.detach().zero_()
             return shadow

@@ -82,7 +82,8 @@ class Skeleton:
                 contents = vars(module)
                 if _REFUSED not in contents:
                     contents[_REFUSED] = {}
-                    module.__class__ = _guarded_class(type(module))  # type: ignore[arg-type] # any class has a hash
+                    kind: Any = type(module)
+                    object.__setattr__(module, "__class__", _guarded_class(kind))  # not the proxy's own
                 contents[_REFUSED][name] = f"{path}.{full_name}"
 
     def run(self, call: Any, args: Any, kwargs: Any) -> Any:
@@ -104,7 +105,16 @@ def _proxy_class(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return vars(self)["_ferrodist_forward"](args, kwargs)
 
-    return _derive(kind, {"__call__": torch.nn.Module.__call__, "forward": forward})
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        path, switch = vars(self)["_ferrodist_place"]
+        if switch.call is not None:
+            raise ValueError(
+                f"the model's code sets {f'{path}.{name}'!r} outside of the forward of this module, which only its"
+                " stage has: pass the value as an argument"
+            )
+        kind.__setattr__(self, name, value)
+
+    return _derive(kind, {"__call__": torch.nn.Module.__call__, "forward": forward, "__setattr__": set_attribute})
 
 
 @functools.cache
@@ -149,6 +159,7 @@ def _make_proxy(original: torch.nn.Module, path: str, switch: _Switch) -> torch.
     proxy = kind.__new__(kind)
     vars(proxy).update(vars(original))
     vars(proxy).pop("forward", None)  # modules may have one of their own
+    vars(proxy)["_ferrodist_place"] = path, switch
     clear_hooks(proxy)
     vars(proxy)["_ferrodist_forward"] = forward
     return proxy

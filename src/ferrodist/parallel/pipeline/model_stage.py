@@ -14,7 +14,6 @@ they are sent to all stages.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,27 +21,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.parallel.module_init import find_initialiser, has_meta_tensors
-from ferrodist.parallel.pipeline.measure import measure_units, preserve_random_states
 from ferrodist.parallel.pipeline.model_flow import (
     Flow,
     LeafShape,
-    Trace,
-    Tracer,
-    copied,
-    find_flow,
     is_integer,
 )
-from ferrodist.parallel.pipeline.model_skeleton import Skeleton
-from ferrodist.parallel.pipeline.model_units import ModelUnits, copy_to_host, copy_without_memory
 from ferrodist.parallel.pipeline.state_dict import ModulePart
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
 from ferrodist.torch_private.pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from ferrodist.parallel.module_init import Initialiser
+    from ferrodist.parallel.pipeline.model_division import ModelDivision
+    from ferrodist.parallel.pipeline.model_skeleton import Skeleton
 
 _SHAPE = "ferrodist.shape"  # the key of an input that travels as its shape
 _MAX_FLOWS = 256  # shapes of inputs whose flow is kept
@@ -50,86 +44,6 @@ _MAX_FLOWS = 256  # shapes of inputs whose flow is kept
 
 class _StageDone(BaseException):
     """Ends the model's code in a stage that has made its last call; no code of a model catches it."""
-
-
-class ModelDivision:
-    """The common data of a model's stages: its units, and the flow of values between them."""
-
-    def __init__(self, model: torch.nn.Module, units: ModelUnits, output: Callable[[Any], Any]) -> None:
-        self.name = type(model).__name__
-        self.units = units
-        self.output = output
-        self.skeleton = Skeleton(model, units)
-        shadow = copy_without_memory(model, units, lambda tensor: torch.empty_like(tensor, device="meta"))
-        self._shadows = {path: shadow.get_submodule(path) for path in units.units}
-        for path, unit in self._shadows.items():  # so that hooks on parts of a unit see its run
-            own_modules(self.skeleton.model.get_submodule(path)).clear()
-            own_modules(self.skeleton.model.get_submodule(path)).update(own_modules(unit))
-        self._weights = {
-            f"{path}.{name}": tensor
-            for path in units.stateful
-            for name, tensor in (*self._shadows[path].named_parameters(), *self._shadows[path].named_buffers())
-        }
-        self.own = {
-            name: copy_to_host(tensor).requires_grad_(tensor.requires_grad) for name, tensor in units.own.items()
-        }
-        self.changed: dict[str, set[str]] = {}
-        """The attributes of units, and of modules in them, that their forwards have set in a trace."""
-        self.owners: dict[str, int] = {}
-        self.num_stages = 1
-        self.materialised: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Real tensors by the identity of those on the meta device, so that tied ones stay tied."""
-        self._lock = threading.Lock()
-
-    def trace(self, args: Any, kwargs: Any, *, is_training: bool) -> Trace:
-        """Run the model's code once without parameters, on the CPU; ValueError if that fails."""
-        grad_mode = torch.is_grad_enabled()  # inference_mode(False) switches it on
-        with (
-            self._lock,
-            preserve_random_states(),
-            torch.inference_mode(False),
-            torch.set_grad_enabled(grad_mode),
-        ):
-            self.skeleton.model.train(is_training)
-            for shadow in self._shadows.values():
-                shadow.train(is_training)
-            tracer = Tracer(self.units.stateful, self._shadows, self._add_changed)
-            leaves, spec = tree_flatten((args, kwargs))
-            leaves = [_copy_input(each) for each in leaves]
-            for index, leaf in enumerate(leaves):
-                if isinstance(leaf, torch.Tensor):
-                    tracer.mark(leaf, ("input", index))
-                    if is_integer(leaf.dtype):
-                        tracer.trace.integers.add(index)
-            self.skeleton.install(self.own)
-            for name, tensor in self.own.items():
-                tracer.mark(tensor, ("own", name))
-            for name, tensor in (*self.skeleton.weights.items(), *self._weights.items()):
-                tracer.mark(tensor, ("weight", name))
-            try:
-                with tracer, tracer.reads:
-                    args, kwargs = tree_unflatten(leaves, spec)
-                    result = self.output(self.skeleton.run(tracer.call, args, kwargs))
-            except Exception as error:
-                raise ValueError(
-                    f"the code of {self.name} can't be divided, or fails on its inputs: {error}"
-                ) from error
-            tracer.trace.result = tracer.sources_of(result)
-            return tracer.trace
-
-    def _add_changed(self, path: str, names: set[str]) -> None:
-        if not names <= self.changed.get(path, set()):
-            self.changed.setdefault(path, set()).update(names)
-            self.skeleton.refuse_reads({path: {name for name in names if "." not in name}})  # the rest is the shadow's
-
-    def measure(self, args: Any, kwargs: Any, *, clock: Callable[[], float]) -> dict[str, float]:
-        """Measure the seconds of the forwards and backwards of each unit."""
-        self.skeleton.install(self.units.own)
-        return measure_units(self.units.units, lambda call: self.skeleton.run(call, args, kwargs), clock=clock)
-
-    def flow(self, args: Any, kwargs: Any, *, is_training: bool) -> Flow:
-        """The flow of values for these inputs."""
-        return find_flow(self.trace(args, kwargs, is_training=is_training), self.owners, self.num_stages)
 
 
 class ModelStage(ModulePart):
@@ -153,16 +67,24 @@ class ModelStage(ModulePart):
 
         Args:
             init: Called with each module that has such tensors; initialises its own parameters and buffers. None calls
-                its ``reset_parameters()``. For a model of Hugging Face it is ``model._init_weights``.
+                its ``reset_parameters()``. For a model of Hugging Face it is ``model._init_weights``. A container, a
+                module around lists of blocks, is given as a copy with stand-ins for its units. What isn't initialised
+                is NaN, or 0 for integers.
             device: The device of the real tensors.
 
         Raises:
             UnsupportedOpError: A module has no ``reset_parameters()``, and ``init`` is None.
         """
         modules = [(name, module) for name, module in self.named_modules() if has_meta_tensors(module)]
-        initialisers = [find_initialiser(name, module, init) for name, module in modules]
+        originals = [
+            self._skeleton.model.get_submodule(name) if isinstance(module, ModulePart) else module
+            for name, module in modules
+        ]
+        initialisers = [
+            find_initialiser(name, original, init) for (name, _), original in zip(modules, originals, strict=True)
+        ]
         made = self._division.materialised
-        for (_, module), initialise in zip(modules, initialisers, strict=True):
+        for (name, module), original, initialise in zip(modules, originals, initialisers, strict=True):
             tables: list[dict[str, Any]] = [own_parameters(module), own_buffers(module)]
             real_ones = [each for table in tables for each in table.values() if each is not None and not each.is_meta]
             kept = [(each, each.detach().clone()) for each in real_ones]
@@ -172,17 +94,29 @@ class ModelStage(ModulePart):
                     if tensor is None or not tensor.is_meta:
                         continue
                     if id(tensor) not in made:
-                        real: torch.Tensor = torch.empty_like(tensor, device=device)
-                        if isinstance(tensor, torch.nn.Parameter):
-                            real = torch.nn.Parameter(real, requires_grad=tensor.requires_grad)
-                        made[id(tensor)] = tensor, real
+                        made[id(tensor)] = tensor, _allocate(tensor, device)
                         is_new = True
                     table[key] = made[id(tensor)][1]
-            if is_new:
+            if is_new and original is module:
                 initialise(module)
+            elif is_new:
+                self._initialise_container(name, module, original, initialise)
             with torch.no_grad():
                 for tensor, values in kept:
                     tensor.copy_(values)
+
+    def _initialise_container(
+        self, path: str, part: torch.nn.Module, original: torch.nn.Module, initialise: Initialiser
+    ) -> None:
+        """Initialise a container's tensors, of which ``part`` has some, in the copy of the container itself."""
+        tensors = {name: each for name, each in _own_tensors(part).items() if each is not None}
+        self._skeleton.install({f"{path}.{name}".lstrip("."): each for name, each in tensors.items()})
+        initialise(original)
+        found = _own_tensors(original)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                if found[name] is not tensor:  # set, not written
+                    tensor.copy_(found[name])  # type: ignore[arg-type] # None isn't there
 
     def train(self, mode: bool = True) -> ModelStage:  # noqa: FBT001, FBT002 - torch's signature
         """Set training mode, or evaluation; see `torch.nn.Module.train`."""
@@ -269,7 +203,7 @@ class ModelStage(ModulePart):
         return flows[key]
 
     def _prepare_skeleton(self, flow: Flow) -> Skeleton:
-        """The skeleton, with this stage's own tensors in it."""
+        """The skeleton, with this stage's container tensors in it."""
         skeleton = self._skeleton
         skeleton.move_to(self.device)
         skeleton.refuse_reads(self._division.changed)
@@ -422,16 +356,20 @@ class _StageRun:
         )
 
 
+def _allocate(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor like one on the meta device, of NaN, or of zeros for integers."""
+    real = torch.full_like(tensor, 0 if is_integer(tensor.dtype) else torch.nan, device=device, requires_grad=False)
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return torch.nn.Parameter(real, requires_grad=tensor.requires_grad) if is_parameter else real
+
+
+def _own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    return {**own_parameters(module), **own_buffers(module)}
+
+
 def _version_of_input(leaf: Any) -> int:
     """The number of writes to an input; 0 for what can't be written, such as tensors made under inference_mode."""
     return version_of(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
-
-
-def _copy_input(value: Any) -> Any:
-    """A copy of an input on the CPU; zeros for one on the meta device."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return copied(torch.zeros_like(value, device="cpu") if value.is_meta else value, "cpu")
 
 
 def _pack_input(leaf: Any) -> Any:

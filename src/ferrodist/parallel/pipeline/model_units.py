@@ -2,9 +2,9 @@
 
 ::
 
-    container    a module that holds a list of blocks, at any depth: every stage runs its code
-    unit         a child of a container, itself not one: a block, an embedding, a norm, a head; one stage calls it
-    own tensor   a parameter or buffer of a container itself, such as a table of positions
+    container          a module that holds a list of blocks, at any depth: every stage runs its code
+    unit               a child of a container, itself not one: a block, an embedding, a norm, a head; one stage calls it
+    container tensor   a parameter or buffer of a container itself, such as a table of positions
 
 A unit without parameters and persistent buffers, such as a dropout or a table of rotations, has no stage of its own.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelUnits:
-    """Units and own tensors of a model, by their names in it."""
+    """Units and container tensors of a model, by their names in it."""
 
     units: dict[str, torch.nn.Module]
     """All units in the order of registration. A module with two names is there twice."""

@@ -11,9 +11,10 @@ import torch
 
 from ferrodist.arguments import check_int, check_type
 from ferrodist.mesh import DeviceMesh
+from ferrodist.parallel.pipeline.model_division import ModelDivision
 from ferrodist.parallel.pipeline.model_flow import Trace, find_flow
 from ferrodist.parallel.pipeline.model_skeleton import Skeleton
-from ferrodist.parallel.pipeline.model_stage import ModelDivision, ModelStage
+from ferrodist.parallel.pipeline.model_stage import ModelStage
 from ferrodist.parallel.pipeline.model_units import ModelUnits, find_units
 from ferrodist.parallel.pipeline.split import (
     Balance,
@@ -66,8 +67,17 @@ def split_model(
     - Parameters and buffers of the containers themselves, such as a table of positions, are in all stages that use
       them; as other shared parameters their gradients are added up. Buffers are constants.
 
+    - The code between the modules does the same for all values of inputs. Where a value decides, a stage may need what
+      it didn't get: results of a branch that the run didn't take are NaN then, not plausible numbers. A comparison with
+      NaN is False, so keep such decisions in modules.
+
     Forward hooks of containers run in each stage that comes to them, those of blocks in their own. Configurations of
-    Hugging Face are copied with ``use_cache=False``.
+    Hugging Face are copied with ``use_cache=False``. Stages don't follow later changes of the model: convert its dtype,
+    and change its attributes and configuration, before.
+
+    A model that averages its loss over labels that aren't padding (-100) does so in each microbatch, and the average of
+    these is another loss if they have different numbers of labels. For Hugging Face's loss pass their number in the
+    whole batch to each step, as a tensor "num_items_in_batch", to a pipeline with `LossReduction.SUM`.
 
     Args:
         model: The model.

@@ -28,6 +28,7 @@ from ferrodist.tensor.dtensor import DTensor, keep_grad_placements
 from ferrodist.tensor.factories import distribute
 from ferrodist.tensor.placement import Placement, Replicate
 from ferrodist.torch_private.modules import own_buffers, own_parameters
+from ferrodist.transformers_models import find_transformers_initialiser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -95,7 +96,8 @@ def parallelize(
             both, and the bytes that a rank sends. "error" raises UnsupportedOpError. In a backward the setting
             of the model counts whose forward was the last one on the mesh.
         init: ``init(module)`` initialises a module's own parameters and buffers if they were on the meta device; None
-            calls ``module.reset_parameters()``. Every rank calls it; rank 0's values are used.
+            calls ``module.reset_parameters()``, or in a transformers model its ``_init_weights(module)``. Every rank
+            calls it; rank 0's values are used.
 
     Returns:
         ``module``.
@@ -117,6 +119,7 @@ def parallelize(
     if init is not None and not callable(init):
         raise TypeError(f"init must be a function of a module or None, not {type(init).__name__}")
     settings = f"gathers_outputs={gathers_outputs}, check={check}, fallback={fallback!r}"
+    init = init or find_transformers_initialiser(module)
     styles = shard_module(module, mesh, plan, settings=settings, init=init)
     state = ParallelState(mesh, gathers=gathers_outputs, checks=check, replicates=fallback == "replicate")
     for path, one in module.named_modules():

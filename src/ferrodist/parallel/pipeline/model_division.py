@@ -1,0 +1,105 @@
+"""The common data of a model's stages, and the trace of the model's code that finds what they exchange."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.parallel.pipeline.measure import measure_units, preserve_random_states
+from ferrodist.parallel.pipeline.model_flow import Flow, Trace, Tracer, copied, find_flow, is_integer
+from ferrodist.parallel.pipeline.model_skeleton import Skeleton
+from ferrodist.parallel.pipeline.model_units import ModelUnits, copy_to_host, copy_without_memory
+from ferrodist.torch_private.modules import own_modules
+from ferrodist.torch_private.pytree import tree_flatten, tree_unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class ModelDivision:
+    """The common data of a model's stages: its units, and the flow of values between them."""
+
+    def __init__(self, model: torch.nn.Module, units: ModelUnits, output: Callable[[Any], Any]) -> None:
+        self.name = type(model).__name__
+        self.units = units
+        self.output = output
+        self.skeleton = Skeleton(model, units)
+        shadow = copy_without_memory(model, units, lambda tensor: torch.empty_like(tensor, device="meta"))
+        self._shadows = {path: shadow.get_submodule(path) for path in units.units}
+        for path, unit in self._shadows.items():  # so that hooks on parts of a unit see its run
+            own_modules(self.skeleton.model.get_submodule(path)).clear()
+            own_modules(self.skeleton.model.get_submodule(path)).update(own_modules(unit))
+        self._weights = {
+            f"{path}.{name}": tensor
+            for path in units.stateful
+            for name, tensor in (*self._shadows[path].named_parameters(), *self._shadows[path].named_buffers())
+        }
+        self.own = {
+            name: copy_to_host(tensor).requires_grad_(tensor.requires_grad) for name, tensor in units.own.items()
+        }
+        self.changed: dict[str, set[str]] = {}
+        """The attributes of units, and of modules in them, that their forwards have set in a trace."""
+        self.owners: dict[str, int] = {}
+        self.num_stages = 1
+        self.materialised: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Real tensors by the identity of those on the meta device, so that tied ones stay tied."""
+        self._lock = threading.Lock()
+
+    def trace(self, args: Any, kwargs: Any, *, is_training: bool) -> Trace:
+        """Run the model's code once without parameters, on the CPU; ValueError if that fails."""
+        grad_mode = torch.is_grad_enabled()  # inference_mode(False) switches it on
+        with (
+            self._lock,
+            preserve_random_states(),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(grad_mode),
+        ):
+            self.skeleton.model.train(is_training)
+            for shadow in self._shadows.values():
+                shadow.train(is_training)
+            tracer = Tracer(self.units.stateful, self._shadows, self._add_changed)
+            leaves, spec = tree_flatten((args, kwargs))
+            leaves = [_copy_input(each) for each in leaves]
+            for index, leaf in enumerate(leaves):
+                if isinstance(leaf, torch.Tensor):
+                    tracer.mark(leaf, ("input", index))
+                    if is_integer(leaf.dtype):
+                        tracer.trace.integers.add(index)
+            self.skeleton.install(self.own)
+            for name, tensor in self.own.items():
+                tracer.mark(tensor, ("own", name))
+            for name, tensor in (*self.skeleton.weights.items(), *self._weights.items()):
+                tracer.mark(tensor, ("weight", name))
+            try:
+                with tracer, tracer.reads:
+                    args, kwargs = tree_unflatten(leaves, spec)
+                    result = self.output(self.skeleton.run(tracer.call, args, kwargs))
+            except Exception as error:
+                raise ValueError(
+                    f"the code of {self.name} can't be divided, or fails on its inputs: {error}"
+                ) from error
+            tracer.trace.result = tracer.sources_of(result)
+            return tracer.trace
+
+    def _add_changed(self, path: str, names: set[str]) -> None:
+        if not names <= self.changed.get(path, set()):
+            self.changed.setdefault(path, set()).update(names)
+            self.skeleton.refuse_reads({path: {name for name in names if "." not in name}})  # the rest is the shadow's
+
+    def measure(self, args: Any, kwargs: Any, *, clock: Callable[[], float]) -> dict[str, float]:
+        """Measure the seconds of the forwards and backwards of each unit."""
+        self.skeleton.install(self.units.own)
+        return measure_units(self.units.units, lambda call: self.skeleton.run(call, args, kwargs), clock=clock)
+
+    def flow(self, args: Any, kwargs: Any, *, is_training: bool) -> Flow:
+        """The flow of values for these inputs."""
+        return find_flow(self.trace(args, kwargs, is_training=is_training), self.owners, self.num_stages)
+
+
+def _copy_input(value: Any) -> Any:
+    """A copy of an input on the CPU; zeros for one on the meta device."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return copied(torch.zeros_like(value, device="cpu") if value.is_meta else value, "cpu")
