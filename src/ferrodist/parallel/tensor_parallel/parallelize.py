@@ -13,7 +13,7 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.module_init import materialise, verify_across_ranks
 from ferrodist.parallel.tensor_parallel.async_linear import AsyncTPLinear
-from ferrodist.parallel.tensor_parallel.experts import ExpertStyle
+from ferrodist.parallel.tensor_parallel.experts import ExpertStyle, IdentityExpert
 from ferrodist.parallel.tensor_parallel.local_forwards import make_local_forward
 from ferrodist.parallel.tensor_parallel.model_plan import read_plan
 from ferrodist.parallel.tensor_parallel.plan import check_tensors, parameter_placements, plan_lines, resolve_plan
@@ -216,7 +216,7 @@ def _distribute(
 
 
 def _wrap_forward(module: nn.Module, mesh: DeviceMesh, style: Style | None, given: Placement | None = None) -> None:
-    if isinstance(style, ExpertStyle):
+    if isinstance(style, ExpertStyle | IdentityExpert):
         module.forward = style.make_forward(module, mesh)
         return
     forward = make_local_forward(module)
