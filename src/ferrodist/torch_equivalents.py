@@ -3,6 +3,7 @@
 _RESULT = "which returns its result (out=tensor writes it in place)"
 
 _HINTS = {
+    "HuggingFaceStorageReader": "use ferrodist.checkpoint.load_hugging_face",
     "all_gather_coalesced": "use ferrodist.all_gather in ferrodist.coalesce",
     "all_gather_into_tensor": f"use ferrodist.all_gather, {_RESULT}",
     "all_gather_single": f"use ferrodist.all_gather, {_RESULT}",

@@ -33,6 +33,7 @@ from ferrodist.parallel.fsdp.wrap import find_units
 from ferrodist.parallel.module_guard import ModuleGuard
 from ferrodist.parallel.transparent_wrapper import TransparentWrapper, WrappedModule
 from ferrodist.torch_private.compilers import outside_of_compiler
+from ferrodist.transformers_models import find_transformers_initialiser
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         backward_prefetch: Number of units to gather before backward needs them.
         reshard_after_forward: False keeps units gathered from forward to backward, as SHARD_GRAD_OP does.
         init: ``init(module)`` initialises a module's own parameters and buffers that were on the meta device; None
-            calls ``module.reset_parameters()``. Every rank calls it; rank 0's values are taken.
+            calls ``module.reset_parameters()``, or in a transformers model its ``_init_weights(module)``. Every rank
+            calls it; rank 0's values are taken.
         device: The device for parameters and buffers that are on the meta device; None is that of the others, or the
             CPU.
 
@@ -137,6 +139,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         """The sharding strategy."""
         self._precision = mixed_precision or MixedPrecision()
         self._axes = ShardAxes.make(group, strategy)
+        init = init or find_transformers_initialiser(module)
         specs = find_units(module, wrap)
         reshards = strategy.reshards_after_forward and reshard_after_forward
         settings = f"{strategy.name}, {self._precision}, {forward_prefetch}, {backward_prefetch}, {reshards}"

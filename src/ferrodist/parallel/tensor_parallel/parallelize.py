@@ -14,6 +14,7 @@ from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.module_init import materialise, verify_across_ranks
 from ferrodist.parallel.tensor_parallel.async_linear import AsyncTPLinear
 from ferrodist.parallel.tensor_parallel.experts import ExpertStyle
+from ferrodist.parallel.tensor_parallel.local_forwards import make_local_forward
 from ferrodist.parallel.tensor_parallel.model_plan import read_plan
 from ferrodist.parallel.tensor_parallel.plan import check_tensors, parameter_placements, plan_lines, resolve_plan
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
@@ -27,6 +28,7 @@ from ferrodist.tensor.dtensor import DTensor, keep_grad_placements
 from ferrodist.tensor.factories import distribute
 from ferrodist.tensor.placement import Placement, Replicate
 from ferrodist.torch_private.modules import own_buffers, own_parameters
+from ferrodist.transformers_models import find_transformers_initialiser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -94,7 +96,8 @@ def parallelize(
             both, and the bytes that a rank sends. "error" raises UnsupportedOpError. In a backward the setting
             of the model counts whose forward was the last one on the mesh.
         init: ``init(module)`` initialises a module's own parameters and buffers if they were on the meta device; None
-            calls ``module.reset_parameters()``. Every rank calls it; rank 0's values are used.
+            calls ``module.reset_parameters()``, or in a transformers model its ``_init_weights(module)``. Every rank
+            calls it; rank 0's values are used.
 
     Returns:
         ``module``.
@@ -116,11 +119,11 @@ def parallelize(
     if init is not None and not callable(init):
         raise TypeError(f"init must be a function of a module or None, not {type(init).__name__}")
     settings = f"gathers_outputs={gathers_outputs}, check={check}, fallback={fallback!r}"
+    init = init or find_transformers_initialiser(module)
     styles = shard_module(module, mesh, plan, settings=settings, init=init)
     state = ParallelState(mesh, gathers=gathers_outputs, checks=check, replicates=fallback == "replicate")
     for path, one in module.named_modules():
-        if path in styles:
-            _wrap_forward(one, mesh, styles[path])
+        _wrap_forward(one, mesh, styles.get(path))
         if type(one).forward is not nn.Module.forward:
             one.forward = ReplicatedForward(one.forward, path, state)
         if callable(getattr(type(one), "generate", None)):
@@ -212,12 +215,15 @@ def _distribute(
                 own_buffers(owner)[key] = made[buffer]
 
 
-def _wrap_forward(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placement | None = None) -> None:
+def _wrap_forward(module: nn.Module, mesh: DeviceMesh, style: Style | None, given: Placement | None = None) -> None:
     if isinstance(style, ExpertStyle):
         module.forward = style.make_forward(module, mesh)
         return
-    forward = module.forward
+    forward = make_local_forward(module)
     if isinstance(style, ColumnParallel) and style.chunks > 1:
         assert isinstance(module, nn.Linear), "the style has checked it"
         forward = AsyncTPLinear(module, style.chunks)
-    module.forward = ShardedForward(forward, mesh, style.preparation(), given)
+    if style is not None:
+        forward = ShardedForward(forward, mesh, style.preparation(), given)
+    if forward != module.forward:
+        module.forward = forward
