@@ -14,6 +14,7 @@ from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.module_init import materialise, verify_across_ranks
 from ferrodist.parallel.tensor_parallel.async_linear import AsyncTPLinear
 from ferrodist.parallel.tensor_parallel.experts import ExpertStyle
+from ferrodist.parallel.tensor_parallel.local_forwards import make_local_forward
 from ferrodist.parallel.tensor_parallel.model_plan import read_plan
 from ferrodist.parallel.tensor_parallel.plan import check_tensors, parameter_placements, plan_lines, resolve_plan
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
@@ -122,8 +123,7 @@ def parallelize(
     styles = shard_module(module, mesh, plan, settings=settings, init=init)
     state = ParallelState(mesh, gathers=gathers_outputs, checks=check, replicates=fallback == "replicate")
     for path, one in module.named_modules():
-        if path in styles:
-            _wrap_forward(one, mesh, styles[path])
+        _wrap_forward(one, mesh, styles.get(path))
         if type(one).forward is not nn.Module.forward:
             one.forward = ReplicatedForward(one.forward, path, state)
         if callable(getattr(type(one), "generate", None)):
@@ -215,12 +215,15 @@ def _distribute(
                 own_buffers(owner)[key] = made[buffer]
 
 
-def _wrap_forward(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placement | None = None) -> None:
+def _wrap_forward(module: nn.Module, mesh: DeviceMesh, style: Style | None, given: Placement | None = None) -> None:
     if isinstance(style, ExpertStyle):
         module.forward = style.make_forward(module, mesh)
         return
-    forward = module.forward
+    forward = make_local_forward(module)
     if isinstance(style, ColumnParallel) and style.chunks > 1:
         assert isinstance(module, nn.Linear), "the style has checked it"
         forward = AsyncTPLinear(module, style.chunks)
-    module.forward = ShardedForward(forward, mesh, style.preparation(), given)
+    if style is not None:
+        forward = ShardedForward(forward, mesh, style.preparation(), given)
+    if forward != module.forward:
+        module.forward = forward
