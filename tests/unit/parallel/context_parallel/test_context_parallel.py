@@ -187,14 +187,6 @@ class Encoder(nn.Module):
         return self.head(self.layers(self.embedding(input_ids) + self.positions(position_ids)))
 
 
-def test_torchs_multi_head_attention_is_refused():
-    """A mode does not see what it calls: it would attend to this rank's tokens, silently."""
-    mesh = fd.DeviceMesh(fd.SimulatedBackend.create_group(1)[0], (1,), ("context",))
-    layer, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.ones(1, 3, 4)
-    with pytest.raises(NotImplementedError, match="MultiheadAttention"), fd.context_parallel(mesh):
-        layer(x, x, x, need_weights=False)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_an_encoder_of_plain_layers_trains_as_in_one_process(method):
     """Attention without a mask, and a loss of one's own, exact in float64."""
