@@ -14,13 +14,14 @@ from torch.nn import functional
 import ferrodist as fd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 transformers: Any = import_module("transformers")  # without its types, which take minutes to check
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 Batch = dict[str, Any]
+Plan = "Mapping[str, Any] | None"
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LAYERS: dict[str, Any] = {
@@ -43,6 +44,7 @@ IMAGES = "its inputs are images, not sequences of tokens"
 SOUNDS = "its inputs are sounds, not sequences of tokens"
 TWO_STACKS = "an encoder and a decoder have a sequence each; context parallelism is for one"
 RECURRENT = "its layers pass a state from token to token, without attention"
+OWN_BIASES = "its attention is its own, with biases by position, and not torch's scaled_dot_product_attention"
 NO_TEXT = "it generates no text"
 
 
@@ -56,7 +58,7 @@ class Family:
     """The class of the blocks, which are units of FSDP; several are separated by spaces."""
     prompt: Batch | None = None
     """The inputs of ``generate``; None for a model without."""
-    plan: Mapping[str, Any] | None = None
+    plan: Plan = None
     """The plan of tensor parallelism for a model that "auto" has none for."""
     context: bool | str = NO_TEXT
     """Whether attention is causal; or the reason why the sequence can't be sharded."""
@@ -128,6 +130,12 @@ def contrast(result: Any) -> torch.Tensor:
     return (functional.cross_entropy(scores, targets) + functional.cross_entropy(scores.t(), targets)) / 2
 
 
+def columns_and_rows(columns: Sequence[str], rows: Sequence[str], embedding: str = "") -> dict[str, Any]:
+    """A plan by hand: layers by columns and by rows, and an embedding by the vocabulary."""
+    plan: dict[str, Any] = {**dict.fromkeys(columns, fd.ColumnParallel()), **dict.fromkeys(rows, fd.RowParallel())}
+    return plan | {embedding: fd.VocabularyParallel()} if embedding else plan
+
+
 def of_transformers(kind: str, config: str, **options: Any) -> nn.Module:
     """A model of transformers with a configuration."""
     model: nn.Module = getattr(transformers, kind)(getattr(transformers, config)(**options))
@@ -147,35 +155,37 @@ def decoder(name: str, *, blocks: str = "", config: str = "", **options: Any) ->
     )
 
 
-def recurrent(kind: str, blocks: str, **options: Any) -> Family:
+def recurrent(kind: str, blocks: str, *, plan: Plan = None, **options: Any) -> Family:
     """A language model without attention."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, **TOKENS}
     return Family(
         make=partial(of_transformers, f"{kind}ForCausalLM", f"{kind}Config", **sizes, **options),
         batch=text,
         blocks=blocks,
+        plan=plan,
         prompt={"input_ids": words(2, 5)},
         context=RECURRENT,
     )
 
 
-def masked(name: str, blocks: str, *, plan: Mapping[str, Any] | None = None, **options: Any) -> Family:
+def masked(name: str, blocks: str, *, plan: Plan = None, context: bool | str = False, **options: Any) -> Family:
     """An encoder that predicts masked tokens."""
     return Family(
         make=partial(of_transformers, f"{name}ForMaskedLM", f"{name}Config", **SIZES, **NO_DROPOUT, **options),
         batch=padded_text,
         blocks=blocks,
         plan=plan,
-        context=False,
+        context=context,
     )
 
 
-def classifier(name: str, blocks: str, *, is_divisible: bool = True, **options: Any) -> Family:
+def classifier(name: str, blocks: str, *, plan: Plan = None, is_divisible: bool = True, **options: Any) -> Family:
     """A model that classifies images."""
     return Family(
         make=partial(of_transformers, f"{name}ForImageClassification", f"{name}Config", num_labels=3, **options),
         batch=images,
         blocks=blocks,
+        plan=plan,
         context=IMAGES,
         is_divisible=is_divisible,
     )
@@ -235,6 +245,8 @@ LATENT = {
 }
 LEVELS = {"hidden_sizes": [8, 16], "depths": [1, 1]}
 LAYER_OF_ALBERT = "albert.encoder.albert_layer_groups.*.albert_layers.*"
+ATTENTION_OF_SWIN = "swin.encoder.layers.*.blocks.*.attention"
+LAYER_OF_CONVNEXT = "convnext.encoder.stages.*.layers.*"
 PICTURES = {"image_size": 16, "patch_size": 8}
 
 FAMILIES: dict[str, Family] = {
@@ -270,7 +282,7 @@ FAMILIES: dict[str, Family] = {
         batch=padded_text,
         blocks="BloomBlock",
         prompt={"input_ids": words(2, 5)},
-        context=True,
+        context=OWN_BIASES,
     ),
     "T5": Family(
         make=partial(
@@ -315,11 +327,9 @@ FAMILIES: dict[str, Family] = {
         "Albert",
         "AlbertLayerGroup",
         embedding_size=16,
-        plan={
-            "albert.embeddings.word_embeddings": fd.VocabularyParallel(),
-            f"{LAYER_OF_ALBERT}.ffn": fd.ColumnParallel(),
-            f"{LAYER_OF_ALBERT}.ffn_output": fd.RowParallel(),
-        },
+        plan=columns_and_rows(
+            [f"{LAYER_OF_ALBERT}.ffn"], [f"{LAYER_OF_ALBERT}.ffn_output"], "albert.embeddings.word_embeddings"
+        ),
     ),
     "ViT": classifier("ViT", "ViTLayer", **LAYERS, **NO_DROPOUT, **PICTURES),
     "CLIP": Family(
@@ -337,7 +347,13 @@ FAMILIES: dict[str, Family] = {
         is_divisible=False,
         own_loss=contrast,
     ),
-    "DeBERTa-v2": masked("DebertaV2", "DebertaV2Layer", relative_attention=True, pos_att_type=["p2c", "c2p"]),
+    "DeBERTa-v2": masked(
+        "DebertaV2",
+        "DebertaV2Layer",
+        context=OWN_BIASES,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+    ),
     "wav2vec2": Family(
         make=partial(
             of_transformers,
@@ -358,15 +374,37 @@ FAMILIES: dict[str, Family] = {
         **{"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2},
         **NO_DROPOUT,
         drop_path_rate=0,
+        plan=columns_and_rows(
+            ["swin.encoder.layers.*.blocks.*.mlp.fc1", *(f"{ATTENTION_OF_SWIN}.{name}_proj" for name in "qkv")],
+            ["swin.encoder.layers.*.blocks.*.mlp.fc2", f"{ATTENTION_OF_SWIN}.o_proj"],
+        ),
     ),
     "Mamba": recurrent("Mamba", "MambaBlock", state_size=4),
-    "Mamba-2": recurrent("Mamba2", "Mamba2Block", num_heads=4, head_dim=16, state_size=8, n_groups=2, chunk_size=4),
-    "RWKV": recurrent("Rwkv", "RwkvBlock", attention_hidden_size=32, intermediate_size=48, context_length=64),
+    "Mamba-2": recurrent(
+        "Mamba2",
+        "Mamba2Block",
+        **{"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4},
+        plan=columns_and_rows(["lm_head"], [], "backbone.embeddings"),
+    ),
+    "RWKV": recurrent(
+        "Rwkv",
+        "RwkvBlock",
+        **{"attention_hidden_size": 32, "intermediate_size": 48, "context_length": 64},
+        plan=columns_and_rows(
+            ["rwkv.blocks.*.feed_forward.key", "head"], ["rwkv.blocks.*.feed_forward.value"], "rwkv.embeddings"
+        ),
+    ),
     "Mixtral": decoder("Mixtral", **GROUPED, **EXPERTS, num_local_experts=4),
     "Qwen2-MoE": decoder("Qwen2Moe", **SMALL_EXPERTS, shared_expert_intermediate_size=16),
     "Qwen3-MoE": decoder("Qwen3Moe", **SMALL_EXPERTS, head_dim=8),
     "DeepSeek-V3": decoder("DeepseekV3", **LATENT, **EXPERTS),
-    "ConvNeXt": classifier("ConvNext", "ConvNextStage", **LEVELS, num_stages=2, patch_size=2, drop_path_rate=0),
+    "ConvNeXt": classifier(
+        "ConvNext",
+        "ConvNextStage",
+        **LEVELS,
+        **{"num_stages": 2, "patch_size": 2, "drop_path_rate": 0},
+        plan=columns_and_rows([f"{LAYER_OF_CONVNEXT}.pwconv1"], [f"{LAYER_OF_CONVNEXT}.pwconv2"]),
+    ),
     "ResNet": classifier(
         "ResNet", "ResNetStage", **LEVELS, embedding_size=8, layer_type="basic", is_divisible=False
     ),
@@ -375,19 +413,14 @@ FAMILIES: dict[str, Family] = {
         batch=text,
         blocks="TransformerEncoderLayer",
         context=True,
-        plan={
-            "embedding": fd.VocabularyParallel(),
-            "layers.layers.*.linear1": fd.ColumnParallel(),
-            "layers.layers.*.linear2": fd.RowParallel(),
-            "head": fd.ColumnParallel(),
-        },
+        plan=columns_and_rows(["layers.layers.*.linear1", "head"], ["layers.layers.*.linear2"], "embedding"),
     ),
     "LSTM": Family(
         make=Recurrent,
         batch=text,
         blocks="LSTM",
         context=RECURRENT,
-        plan={"embedding": fd.VocabularyParallel(), "head": fd.ColumnParallel()},
+        plan=columns_and_rows(["head"], [], "embedding"),
     ),
 }
 """The families by name, in the order of the page."""

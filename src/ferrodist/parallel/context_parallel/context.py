@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -57,8 +58,8 @@ def context_parallel(
         timeout: Seconds for each message; None takes the group's.
 
     Raises:
-        TypeError, ValueError: An argument is wrong; or by the call of attention on all ranks: it has a mask, dropout,
-            or heads that ranks can't share.
+        TypeError, ValueError: An argument is wrong; or by the call of attention on all ranks: it has a mask, dropout, a
+            sliding window, or heads that ranks can't share.
         NotImplementedError: By `torch.nn.MultiheadAttention`, whose attention is not seen here.
         RuntimeError: At the end of the block, if nothing in it called the function: the model has an attention of its
             own, which saw this rank's tokens only.
@@ -104,7 +105,10 @@ class _AttentionMode(TorchFunctionMode):
         if func is not scaled_dot_product_attention:
             return func(*args, **kwargs or {})
         self.num_calls += 1
-        return self._attention(*args, **kwargs or {})
+        # transformers' own attention gets the window as a keyword argument, and leaves it to the mask.
+        caller = sys._getframe(1).f_locals.get("kwargs")  # noqa: SLF001 - public by another name
+        window = caller.get("sliding_window") if isinstance(caller, dict) else None
+        return self._attention(*args, window=window, **kwargs or {})
 
     def _attention(  # noqa: PLR0917 - torch's signature
         self,
@@ -116,9 +120,17 @@ class _AttentionMode(TorchFunctionMode):
         is_causal: bool = False,  # noqa: FBT001, FBT002
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: FBT001, FBT002
+        *,
+        window: int | None = None,
     ) -> torch.Tensor:
         try:
             causal = self._kind_of(attn_mask, is_causal=is_causal)
+            # No rank's estimate of the whole length is too small where that rank has the most tokens.
+            if window is not None and window < query.shape[-2] * self._group.world_size:
+                raise ValueError(  # noqa: TRY301 - on all ranks
+                    f"the model's attention has a sliding window of {window} tokens, and the whole sequence has more,"
+                    " which context parallelism has no mask for"
+                )
         except ValueError as error:
             _raise_on_all_ranks(error, self._group, self._options["timeout"])
         return self._attend(
