@@ -2,7 +2,7 @@
 
 ::
 
-    python tools/zoo.py                                            all cells, 20 minutes on 2 cores
+    python tools/zoo.py                                            all cells, 45 minutes on 2 cores
     python tools/zoo.py --families "Llama;BERT" --columns tensor   some; the others keep their stored outcomes
 
 The outcomes go to ``docs/zoo.json``, and from there into ``docs/zoo.md``. A cell is a family distributed in one way. It
@@ -26,11 +26,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: cells are forke
 
 from model_zoo.columns import COLUMNS
 from model_zoo.families import FAMILIES
-from model_zoo.outcomes import Outcome
 from model_zoo.processes import run_in_process
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from model_zoo.outcomes import Outcome
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "zoo.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,9 +21,9 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 Batch = dict[str, Any]
-Plan = "Mapping[str, Any] | None"
+Plan: TypeAlias = "Mapping[str, Any] | None"
 
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LAYERS: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -31,7 +31,7 @@ LAYERS: dict[str, Any] = {
     "intermediate_size": 48,
 }
 SIZES: dict[str, Any] = {**LAYERS, "vocab_size": 64, "max_position_embeddings": 64}
-NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 STACKS: dict[str, Any] = {
     "vocab_size": 64,
     "d_model": 32,
@@ -226,10 +226,16 @@ class Recurrent(nn.Module):
         return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-GROUPED = {"num_key_value_heads": 2}
-EXPERTS = {"experts_implementation": "eager"}  # the others take no float64
-SMALL_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **EXPERTS, **GROUPED}
-LATENT = {
+GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
+EXPERTS: dict[str, Any] = {"experts_implementation": "eager"}  # the others take no float64
+SMALL_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    **EXPERTS,
+    **GROUPED,
+}
+LATENT: dict[str, Any] = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
     "qk_rope_head_dim": 4,
@@ -243,11 +249,20 @@ LATENT = {
     "topk_group": 1,
     "num_key_value_heads": 4,
 }
-LEVELS = {"hidden_sizes": [8, 16], "depths": [1, 1]}
+PATCHES: dict[str, Any] = {
+    "image_size": 16,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depths": [1, 1],
+    "num_heads": [2, 4],
+    "window_size": 2,
+}
+STAGES: dict[str, Any] = {"num_stages": 2, "patch_size": 2, "drop_path_rate": 0}
+LEVELS: dict[str, Any] = {"hidden_sizes": [8, 16], "depths": [1, 1]}
 LAYER_OF_ALBERT = "albert.encoder.albert_layer_groups.*.albert_layers.*"
 ATTENTION_OF_SWIN = "swin.encoder.layers.*.blocks.*.attention"
 LAYER_OF_CONVNEXT = "convnext.encoder.stages.*.layers.*"
-PICTURES = {"image_size": 16, "patch_size": 8}
+PICTURES: dict[str, Any] = {"image_size": 16, "patch_size": 8}
 
 FAMILIES: dict[str, Family] = {
     "Llama": decoder("Llama", **GROUPED),
@@ -371,7 +386,7 @@ FAMILIES: dict[str, Family] = {
     "Swin": classifier(
         "Swin",
         "SwinStage",
-        **{"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2},
+        **PATCHES,
         **NO_DROPOUT,
         drop_path_rate=0,
         plan=columns_and_rows(
@@ -402,12 +417,10 @@ FAMILIES: dict[str, Family] = {
         "ConvNext",
         "ConvNextStage",
         **LEVELS,
-        **{"num_stages": 2, "patch_size": 2, "drop_path_rate": 0},
+        **STAGES,
         plan=columns_and_rows([f"{LAYER_OF_CONVNEXT}.pwconv1"], [f"{LAYER_OF_CONVNEXT}.pwconv2"]),
     ),
-    "ResNet": classifier(
-        "ResNet", "ResNetStage", **LEVELS, embedding_size=8, layer_type="basic", is_divisible=False
-    ),
+    "ResNet": classifier("ResNet", "ResNetStage", **LEVELS, embedding_size=8, layer_type="basic", is_divisible=False),
     "TransformerEncoder": Family(
         make=Encoder,
         batch=text,

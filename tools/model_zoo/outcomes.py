@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-TOLERANCE = 1e-6
-"""The largest error of a right result: some steps of transformers, such as its norms, are in float32."""
+TOLERANCE = 1e-5
+"""The largest error of a right result: some steps of transformers, such as its norms, are in float32.
+
+With those steps in float64, too, the largest one of tensor parallelism, of DeepSeek-V3, falls from 1e-6 to 1e-13.
+"""
 
 _MAX_REASON = 300
 
@@ -137,9 +140,9 @@ def find_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.T
             raise WrongResultError(f"{name} has shape {tuple(other.shape)} and not {tuple(tensor.shape)}")
         if not tensor.numel():
             continue
-        tensor, other = tensor.detach().double(), other.double()
+        difference = (other.double() - tensor.detach().double()).abs().max().item()
         # Where all elements are near 0, such as new biases, their differences count as they are.
-        error = ((other - tensor).abs().max() / max(tensor.abs().max().item(), 1e-2)).item()
+        error = difference / max(tensor.abs().max().item(), 1e-2)
         if not error <= TOLERANCE:  # NaN, too
             raise WrongResultError(f"{name} differs by {error:.0e} of its largest element")
         largest = max(largest, error)
