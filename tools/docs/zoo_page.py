@@ -46,8 +46,8 @@ models are not changed. torch {torch}, transformers {transformers}, on the CPU.
 
 A figure is the largest difference of losses and parameters after the last step, each relative
 to its tensor's largest element; up to 1e-05 it is *ok*, since transformers computes some steps
-in float32, such as its norms and routers. *ok* alone is no difference. A dash means that there is nothing to
-distribute. The numbers in brackets lead to the reasons below.
+in float32, such as its norms and routers. *ok* alone is no difference. A dash means that there
+is nothing to distribute. The numbers in brackets lead to the reasons below.
 """
 
 
