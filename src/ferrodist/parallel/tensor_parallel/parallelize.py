@@ -19,7 +19,7 @@ from ferrodist.parallel.module_init import (
     verify_across_ranks,
 )
 from ferrodist.parallel.tensor_parallel.async_linear import AsyncTPLinear
-from ferrodist.parallel.tensor_parallel.experts import ExpertStyle
+from ferrodist.parallel.tensor_parallel.experts import ExpertStyle, IdentityExpert
 from ferrodist.parallel.tensor_parallel.local_forwards import make_local_forward
 from ferrodist.parallel.tensor_parallel.model_plan import read_plan
 from ferrodist.parallel.tensor_parallel.plan import check_tensors, parameter_placements, plan_lines, resolve_plan
@@ -230,7 +230,7 @@ def _empty(value: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTens
 
 
 def _wrap_forward(module: nn.Module, mesh: DeviceMesh, style: Style | None, given: Placement | None = None) -> None:
-    if isinstance(style, ExpertStyle):
+    if isinstance(style, ExpertStyle | IdentityExpert):
         module.forward = style.make_forward(module, mesh)
         return
     forward = make_local_forward(module)
