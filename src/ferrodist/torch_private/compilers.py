@@ -1,9 +1,8 @@
 """Private names of torch's compiler.
 
 ===================================================  ====================================
-`torch._compile._disable_dynamo`                     2.10 to 2.15, else `torch.compiler.disable`
-`torch._C._dynamo.eval_frame`                        2.10 to 2.15, else the same
-`_torchdynamo_disable`                               2.10 to 2.15
+`torch._C._dynamo.eval_frame`                        2.10 to 2.15, else `torch.compiler.disable`
+`_torchdynamo_disable`, `_torchdynamo_disable_msg`   2.10 to 2.15
 ===================================================  ====================================
 """
 
@@ -12,17 +11,12 @@ from __future__ import annotations
 import inspect
 import sys
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-try:
-    from torch._compile import _disable_dynamo as disable_dynamo
-except ImportError:  # this one loads the compiler at once
-    disable_dynamo: Any = torch.compiler.disable  # type: ignore[no-redef]
 
 try:
     from torch._C import _dynamo  # unlike torch._dynamo it is loaded already
@@ -33,37 +27,38 @@ try:
 except (ImportError, AttributeError):
     _set_strategy = None
 
-__all__ = ["disable_dynamo", "not_compiled", "outside_of_compiler"]
+__all__ = ["not_compiled", "outside_of_compiler"]
 
 _Kind = TypeVar("_Kind", bound=type)
+_Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
-def outside_of_compiler(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Hide a function from torch.compile, which is slow to load, where something else has loaded it."""
+def outside_of_compiler(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Exclude a function, and what it calls, from compilation: the compiler breaks its graph at a call of it.
+
+    `torch.compiler.disable` loads the compiler, which takes seconds, and slows each call down. It is used only if this
+    torch has no alternative, and something else has loaded the compiler.
+    """
+    if _set_strategy is not None:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined] # for its callers
+        function._torchdynamo_disable_msg = "it communicates between ranks"  # type: ignore[attr-defined]
+        _set_strategy(function.__code__, _strategy)
+        return function
 
     @wraps(function)
-    def wrapper(*arguments: Any, **keywords: Any) -> _Result:
+    def wrapper(*arguments: _Parameters.args, **keywords: _Parameters.kwargs) -> _Result:
         if "torch._dynamo" not in sys.modules:
             return function(*arguments, **keywords)
-        disabled: Callable[..., _Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        disabled: Callable[_Parameters, _Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         return disabled(*arguments, **keywords)
 
     return wrapper
 
 
 def not_compiled(kind: _Kind) -> _Kind:
-    """Exclude the methods of a class, and what they call, from compilation.
-
-    `torch.compiler.disable` loads the compiler, which takes seconds, and slows each call down. It is used only if this
-    torch has no alternative.
-    """
+    """Exclude the methods of a class, and what they call, from compilation."""
     for name, method in list(vars(kind).items()):
-        if not inspect.isfunction(method):
-            continue
-        if _set_strategy is None:
-            setattr(kind, name, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
-            continue
-        method._torchdynamo_disable = True  # type: ignore[attr-defined] # for its callers
-        _set_strategy(method.__code__, _strategy)
+        if inspect.isfunction(method):
+            setattr(kind, name, outside_of_compiler(method))
     return kind

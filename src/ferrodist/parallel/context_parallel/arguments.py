@@ -56,6 +56,7 @@ def check_attention(
     group: Backend,
     timeout: float,
     num_head_shards: int = 1,
+    overlap: bool = True,
 ) -> AttentionArguments:
     """Check the arguments of this rank, compare them with those of the others, and return them.
 
@@ -70,6 +71,7 @@ def check_attention(
         group: The group.
         timeout: Seconds for the comparison.
         num_head_shards: The number of ranks over which heads are divided.
+        overlap: As of `ring_attention`; only checked.
     """
     bounds: tuple[int, ...] | None = None
     factor = 1.0
@@ -78,12 +80,14 @@ def check_attention(
         nonlocal inputs, bounds, factor
         check_bool("causal", causal)
         check_bool("enable_gqa", enable_gqa)
+        check_bool("overlap", overlap)
         if dropout_p != 0:
             raise ValueError(
                 f"dropout_p must be 0, not {dropout_p!r}: {operation} has no dropout, whose mask would have to be the"
                 " same however the sequence is divided. Set the model's attention dropout to 0"
             )
         for name, each in zip("qkv", inputs, strict=True):
+            check_local(operation, each, name)
             check_tensor(each, name)
         inputs = _autocast(inputs)
         _check_inputs(inputs, enable_gqa=enable_gqa, num_head_shards=num_head_shards)
@@ -153,7 +157,7 @@ def _check_inputs(inputs: Sequence[torch.Tensor], *, enable_gqa: bool, num_head_
             f"q and k must have one batch and size of heads, not {tuple(query.shape)} and {tuple(key.shape)}"
         )
     heads, key_heads = query.shape[1], key.shape[1]
-    if heads != key_heads and not enable_gqa:
+    if key_heads not in {heads, 1} and not enable_gqa:  # one is broadcast, as by torch
         raise ValueError(f"q has {counted(heads, 'head')} and k {key_heads}: pass enable_gqa=True for grouped heads")
     if not key_heads or heads % key_heads:
         raise ValueError(f"the {counted(heads, 'head')} of q can't be grouped by the {key_heads} of k")
@@ -161,6 +165,15 @@ def _check_inputs(inputs: Sequence[torch.Tensor], *, enable_gqa: bool, num_head_
         raise ValueError(
             f"Ulysses divides heads over ranks: {counted(num_head_shards, 'rank')} can't share the {key_heads} of k and"
             ' v evenly. Use ring attention (method="ring"), or a number of ranks that divides them'
+        )
+
+
+def check_local(operation: str, x: object, name: str) -> None:
+    """Raise if an input of attention is a DTensor."""
+    if type(x).__name__ == "DTensor":  # this package's or torch's, which is not imported for it
+        raise TypeError(
+            f"{name} is a DTensor, and {operation} takes tensors of this rank: tensor parallelism of the attention's"
+            " inputs is not supported together with context parallelism. Shard the sequence only, or pass to_local()"
         )
 
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ferrodist.arguments import check_int, check_type
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.parallel.context_parallel.arguments import check_bounds
-from ferrodist.parallel.context_parallel.layout import context_shard
+from ferrodist.parallel.context_parallel.layout import context_shard, local_length
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import nn
+
     from ferrodist.backends.base import Backend
 
 _TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")
+_NEEDED = ("input_ids", "position_ids", "attention_mask")  # of a model's forward, by name
+_PASSED_ON = ("shift_labels", "num_items_in_batch", "ignore_index")  # by the forward to the loss, perhaps unnamed
+_OF_LABELS = ("labels", "shift_labels", "num_items_in_batch")
+_true: dict[torch.device, torch.Tensor] = {}  # the one element of all masks of a device, by which they are known
 
 
 def context_shard_batch(
@@ -27,7 +35,8 @@ def context_shard_batch(
     *,
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     ignore_index: int = -100,
-) -> dict[str, torch.Tensor]:
+    model: nn.Module | None = None,
+) -> dict[str, Any]:
     """Shard a batch that every rank has whole into what a causal language model takes; nothing is sent.
 
     Labels are shifted before they are sharded, so that the last token of a rank's part predicts the first one of
@@ -41,17 +50,26 @@ def context_shard_batch(
         cu_seqlens: Bounds of packed documents, as of `ring_attention`: positions begin anew in each, and its first
             token is predicted by none. Pass them to `context_parallel`, too.
         ignore_index: The label of tokens that don't count.
+        model: The model that will be called with the result, to be checked; it may be in `DDP` or `FSDP`. Models that
+            take any keyword arguments ignore those that they don't know, and are wrong without an error.
 
     Returns:
-        A dict to call a model of Hugging Face with: ``input_ids`` and ``position_ids``; an ``attention_mask`` that
-        stands for attention over the whole sequence, for `context_parallel` to find; with labels ``labels`` and
-        ``shift_labels``, both shifted, and ``num_items_in_batch``, the number of labels of the whole batch divided by
-        the number of ranks. A loss of one's own is a sum of cross entropies divided by that number.
+        A dict: ``input_ids`` and ``position_ids``; an ``attention_mask`` that stands for attention over the whole
+        sequence, for `context_parallel` to find; with labels ``labels`` and ``shift_labels``, both shifted,
+        ``num_items_in_batch``, the number of labels of the whole batch divided by the number of ranks, and
+        ``ignore_index``, if it is not -100, which Hugging Face's loss takes. A loss of one's own is a sum of cross
+        entropies divided by that number.
+
+        A model can be called with it if its forward takes ``position_ids`` and uses no other positions, hands the mask
+        to `torch.nn.functional.scaled_dot_product_attention` as it is, has no sliding window that is shorter than the
+        sequence, and computes its loss of ``shift_labels`` and ``num_items_in_batch``, as Hugging Face's Llama and
+        models like it do. ``model=`` checks names and windows, but not what a forward does with what it takes.
 
     Raises:
-        TypeError: ``batch`` is not a mapping of tensors.
-        ValueError: ``input_ids`` is missing, shapes differ, an entry is unknown, the mask has padding, or no label
-            counts.
+        TypeError: ``batch`` is not a mapping of tensors, or the forward of ``model`` does not take an entry.
+        ValueError: ``input_ids`` is missing, shapes differ, an entry is unknown, the mask has padding, no label
+            counts, a rank would have no token, or ``model`` has sliding windows, layers that are not attention, an
+            ``attn_implementation`` other than "sdpa", or positions of its own (RoBERTa's) and ``batch`` has none.
     """
     chosen = resolve_group(group)
     ids = _check_batch(batch)
@@ -59,27 +77,93 @@ def context_shard_batch(
     bounds = (0, length) if cu_seqlens is None else check_bounds(cu_seqlens)
     if bounds[-1] != length:
         raise ValueError(f"cu_seqlens ends at {bounds[-1]}, and input_ids has {length} tokens")
+    if not all(local_length(length, chosen.world_size, rank) for rank in range(chosen.world_size)):
+        raise ValueError(
+            f"input_ids has {counted(length, 'token')}, and each of {counted(chosen.world_size, 'rank')} must have one"
+        )
+    needed: tuple[str, ...] = _NEEDED
+    if "labels" in batch:
+        needed += _OF_LABELS if check_int("ignore_index", ignore_index) == -100 else (*_OF_LABELS, "ignore_index")
+    if model is not None:
+        _check_model(model, length, needed, has_positions="position_ids" in batch)
     positions = batch.get("position_ids")
     if positions is None:
         starts = [start for start, stop in itertools.pairwise(bounds) for _ in range(start, stop)]
         positions = (torch.arange(length) - torch.tensor(starts, dtype=torch.int64))[None].to(ids.device)
-    result = {
+    result: dict[str, Any] = {
         "input_ids": context_shard(ids, 1, chosen),
         "position_ids": context_shard(positions.expand(ids.shape[0], -1), 1, chosen),
     }
     part = result["input_ids"].shape[1]
-    result["attention_mask"] = torch.ones((), dtype=torch.bool, device=ids.device).expand(ids.shape[0], 1, part, part)
+    one = _true.setdefault(ids.device, torch.ones((), dtype=torch.bool, device=ids.device))
+    result["attention_mask"] = one.expand(ids.shape[0], 1, part, part)
     labels = batch.get("labels")
     if labels is not None:
         shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
         last = [stop - 1 for stop in bounds[1:] if stop]
         shifted[:, last] = ignore_index
-        total = int((shifted != check_int("ignore_index", ignore_index)).sum())
+        total = int((shifted != ignore_index).sum())
         if not total:
             raise ValueError("labels has no label that counts, so that their mean is undefined: leave out this batch")
         result["labels"] = result["shift_labels"] = context_shard(shifted, 1, chosen)
         result["num_items_in_batch"] = torch.tensor(total / chosen.world_size, dtype=torch.float64, device=ids.device)
+        if ignore_index != -100:
+            result["ignore_index"] = ignore_index
     return result
+
+
+def stands_for_all(mask: torch.Tensor) -> bool:
+    """True if a mask is that of `context_shard_batch`, or a view of it."""
+    one = _true.get(mask.device)
+    return one is not None and mask.untyped_storage().data_ptr() == one.untyped_storage().data_ptr()
+
+
+def _check_model(model: nn.Module, length: int, needed: tuple[str, ...], *, has_positions: bool) -> None:
+    """Raise unless a model takes all entries, and has no attention that `context_parallel` can't stand for."""
+    check_type(model, torch.nn.Module, "model must be a torch.nn.Module")
+    while isinstance(inner := getattr(model, "module", None), torch.nn.Module):  # of DDP or FSDP
+        model = inner
+    name = type(model).__name__
+    takes = inspect.signature(model.forward).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
+    missing = [each for each in needed if each not in takes and not (takes_any and each in _PASSED_ON)]
+    loss = getattr(model, "loss_function", None)
+    if callable(loss):
+        of_loss = inspect.signature(loss).parameters
+        missing += [f"{each} (of its loss_function)" for each in needed if each in _PASSED_ON and each not in of_loss]
+    if missing:
+        raise TypeError(
+            f"{name} can't be called with a sharded batch: it does not take {', '.join(missing)} by name, and would be"
+            " wrong without an error"
+        )
+    if not has_positions and any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules()):
+        raise ValueError(
+            f"{name} numbers positions in a way of its own (those of Hugging Face's RoBERTa begin after the index of"
+            " padding): pass position_ids in the batch, as the model would make them of the whole sequence"
+        )
+    config = getattr(model, "config", None)
+    if config is not None:
+        _check_config(name, config, length)
+
+
+def _check_config(name: str, config: Any, length: int) -> None:
+    """Raise unless a model's attention is torch's, of the whole sequence."""
+    if callable(getattr(config, "get_text_config", None)):
+        config = config.get_text_config()
+    implementation = getattr(config, "_attn_implementation", None) or "sdpa"
+    if implementation != "sdpa":
+        raise ValueError(f'{name} has attn_implementation={implementation!r}: make it with attn_implementation="sdpa"')
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
+    for kind in kinds:
+        if kind == "sliding_attention" and (window is None or window < length):
+            raise ValueError(
+                f"{name} has layers with a sliding window of {window} tokens, and the sequence has {length}:"
+                " context_parallel has no windows. Set the config's sliding_window to None, or to at least the"
+                " sequence's length"
+            )
+        if kind not in {"sliding_attention", "full_attention"}:
+            raise ValueError(f"{name} has layers of the kind {kind!r}, and context_parallel has only full attention")
 
 
 def _check_batch(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -78,7 +78,8 @@ def ring_attention(
         cu_seqlens: Bounds of documents that are packed in a row, in the whole sequence, the same on all ranks: 0, 5, 12
             for documents of 5 and 7 tokens. A token attends only to those of its document, in every row of the batch.
             None is one document.
-        enable_gqa: Whether k and v may have fewer heads, H / G: each serves G heads of q in a row.
+        enable_gqa: Whether k and v may have fewer heads, H / G: each serves G heads of q in a row. One head serves
+            all without it, too.
         dropout_p: Must be 0.
         overlap: Whether messages travel while blocks are computed; False is for measurements.
         timeout: Seconds to wait for each message, in backward, too; None takes the group's.
@@ -102,6 +103,7 @@ def ring_attention(
         cu_seqlens=cu_seqlens,
         enable_gqa=enable_gqa,
         dropout_p=dropout_p,
+        overlap=overlap,
         group=chosen,
         timeout=limit,
     )
@@ -131,16 +133,14 @@ class _RingAttention(torch.autograd.Function):
                 for block in blocks_with(arguments, source):
                     attention.add(keys, values, block)
         output, log_sum_exp = attention.finish()
-        # One tensor more than torch's own attention saves: an activation checkpoint that runs it anew without
-        # `context_parallel` finds another number, and raises.
-        ctx.save_for_backward(query, key, value, output, log_sum_exp, torch.empty(0))
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
         ctx.arguments, ctx.overlap = arguments, overlap
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, log_sum_exp, _ = ctx.saved_tensors
+        query, key, value, output, log_sum_exp = ctx.saved_tensors
         arguments: AttentionArguments = ctx.arguments
         gradients = AttentionGradients(grad, query, output, log_sum_exp, arguments.scale)
         with add_error_context(lambda: "The backward of ring attention was passing gradients on.", _ADVICE):

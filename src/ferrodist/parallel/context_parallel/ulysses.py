@@ -11,6 +11,7 @@ queries, keys, values and outputs, whatever n is; the ring sends n - 1 times its
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -112,12 +113,10 @@ def _sizes(shapes: Sequence[tuple[int, int, int]], lengths: Sequence[int]) -> in
 
 def _split(part: torch.Tensor, shapes: Sequence[tuple[int, int, int]], lengths: Sequence[int]) -> list[torch.Tensor]:
     """The tensors (B, H, T, D) in a flat one."""
-    tensors, offset = [], 0
-    for (batch, heads, size), length in zip(shapes, lengths, strict=True):
-        end = offset + batch * heads * length * size
-        tensors.append(part[offset:end].view(batch, heads, length, size))
-        offset = end
-    return tensors
+    full = [(batch, heads, length, size) for (batch, heads, size), length in zip(shapes, lengths, strict=True)]
+    return [
+        piece.view(shape) for piece, shape in zip(torch.split(part, [math.prod(x) for x in full]), full, strict=True)
+    ]
 
 
 def _exchange(parts: list[torch.Tensor], sizes: list[int], arguments: AttentionArguments) -> list[torch.Tensor]:
@@ -129,26 +128,29 @@ def _exchange(parts: list[torch.Tensor], sizes: list[int], arguments: AttentionA
         group=arguments.group,
         timeout=arguments.timeout,
     )
-    ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
-    return [received[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    return list(torch.split(received, sizes))
 
 
 def _attend_by_document(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: AttentionArguments
 ) -> torch.Tensor:
     """Torch's attention of each document by itself."""
-    bounds = arguments.documents or (0, query.shape[2])
+    pieces: list[tuple[torch.Tensor, ...]] = [(query, key, value)]
+    if arguments.documents:
+        # Not slices: in backward each of them would fill a gradient of the whole sequence.
+        sizes = [stop - start for start, stop in itertools.pairwise(arguments.documents)]
+        pieces = list(zip(*(torch.split(x, sizes, 2) for x in (query, key, value)), strict=True))
     outputs = []
-    for start, stop in itertools.pairwise(bounds):
-        keys = slice(start, stop) if arguments.documents else slice(None)
-        if not stop > start or not key.shape[2]:
-            outputs.append(value.new_zeros(*query.shape[:2], stop - start, value.shape[3]) + _zero(query, key, value))
+    for queries, keys, values in pieces:
+        if not queries.shape[2] or not keys.shape[2]:
+            zeros = value.new_zeros(*query.shape[:2], queries.shape[2], value.shape[3])
+            outputs.append(zeros + _zero(queries, keys, values))
             continue
         outputs.append(
             scaled_dot_product_attention(
-                query[:, :, start:stop],
-                key[:, :, keys],
-                value[:, :, keys],
+                queries,
+                keys,
+                values,
                 is_causal=arguments.causal,
                 scale=arguments.scale,
                 enable_gqa=query.shape[1] != key.shape[1],

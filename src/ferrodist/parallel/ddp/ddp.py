@@ -30,7 +30,7 @@ from ferrodist.parallel.ddp.reducer import Reducer
 from ferrodist.parallel.module_guard import ModuleGuard
 from ferrodist.parallel.transparent_wrapper import TransparentWrapper, WrappedModule, strip_module_prefix
 from ferrodist.torch_private.autograd import version_of
-from ferrodist.torch_private.compilers import disable_dynamo
+from ferrodist.torch_private.compilers import outside_of_compiler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -158,9 +158,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
             self._end_forward()
         return result
 
-    # disable_dynamo, unlike torch.compiler.disable, doesn't load the compiler at once.
-
-    @disable_dynamo
+    @outside_of_compiler
     def _watch_outputs(self, result: object, reducer: Reducer) -> None:
         """Hook the outputs, to notice when their gradients begin to flow."""
         outputs = find_outputs(result)
@@ -169,7 +167,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
             outputs, find_unused_parameters(outputs, reducer.parameters) if is_searching else frozenset()
         )
 
-    @disable_dynamo
+    @outside_of_compiler
     def _prepare_forward(self) -> Reducer:
         reducer = self._refresh_reducer() if torch.is_grad_enabled() else self._get_reducer()
         in_backward = current_backward_id() != -1  # a checkpoint's second forward must see the first one's buffers
@@ -191,7 +189,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
             self._broadcast([buffer.data for buffer in self.module.buffers()], root, Deadline(self._group.timeout))
         self._mark_buffers_equal()
 
-    @disable_dynamo
+    @outside_of_compiler
     def _end_forward(self) -> None:
         """Broadcast the buffers of rank 0 after a forward that has no backward."""
         if self._options.broadcast_buffers and not self._in_no_sync and current_backward_id() == -1:
@@ -205,7 +203,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
     def _read_buffer_versions(self) -> tuple[int, ...]:
         return tuple(version_of(buffer) for buffer in self.module.buffers() if not buffer.is_inference())
 
-    @disable_dynamo
+    @outside_of_compiler
     def _check_buffers(self) -> None:
         """Warn, in evaluation, if the last forward has changed buffers that were not broadcast."""
         self._buffers_may_differ = False

@@ -120,7 +120,8 @@ class UnitScheduler:
         for module in {
             module for flat in unit.flats for registrations in flat.registrations for module, _ in registrations
         }:
-            module.register_forward_pre_hook(outside_of_compiler(check), prepend=True)
+            # Compiled with the module: a graph is used only while its unit has full parameters, as when it was made.
+            module.register_forward_pre_hook(check, prepend=True)
         if not unit.is_root:
             unit.module.register_forward_pre_hook(outside_of_compiler(pre_forward), prepend=True)
             unit.module.register_forward_hook(outside_of_compiler(post_forward), always_call=True)
@@ -167,6 +168,7 @@ class UnitScheduler:
         self._fail(error)
         raise error
 
+    @outside_of_compiler
     def pre_forward(self, unit: Unit) -> None:
         """Gather a unit, before its module's forward."""
         if self.is_summoned:
@@ -205,6 +207,7 @@ class UnitScheduler:
         self._open_calls.append((unit.index, call))
         return call
 
+    @outside_of_compiler
     def post_forward(self, unit: Unit, output: Any, *, succeeded: bool = True) -> None:
         """Free a unit, after its module's forward, and hook the outputs for its backward."""
         if self.is_summoned:
