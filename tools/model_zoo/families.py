@@ -399,7 +399,6 @@ FAMILIES: dict[str, Family] = {
         "Mamba2",
         "Mamba2Block",
         **{"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4},
-        plan=columns_and_rows(["lm_head"], [], "backbone.embeddings"),
     ),
     "RWKV": recurrent(
         "Rwkv",
