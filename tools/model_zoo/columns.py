@@ -191,7 +191,7 @@ def context(family: Family) -> Outcome:
             with fd.context_parallel(mesh_of(group), method, causal=is_causal):
                 logits = ddp(**part)["logits"].double()
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             mean = fd.allreduce(loss.detach(), fd.ReduceOp.MEAN, group=group)
             found = {name: each.grad for name, each in ddp.module.named_parameters() if each.grad is not None}
             errors.append(find_error({**found, "loss": mean}, {**gradients, "loss": expected}))

@@ -249,6 +249,7 @@ LATENT: dict[str, Any] = {
     "topk_group": 1,
     "num_key_value_heads": 4,
 }
+HEADS_OF_MAMBA: dict[str, Any] = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4}
 PATCHES: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 2,
@@ -398,7 +399,7 @@ FAMILIES: dict[str, Family] = {
     "Mamba-2": recurrent(
         "Mamba2",
         "Mamba2Block",
-        **{"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4},
+        **HEADS_OF_MAMBA,
     ),
     "RWKV": recurrent(
         "Rwkv",

@@ -55,10 +55,10 @@ def context_parallel(
 
     Every call of that function by this thread counts, so the model must use it for all attention, of the sharded
     sequence only: a model of Hugging Face is made with ``attn_implementation="sdpa"``, without a cache and dropout in
-    attention, and ``model=`` of `context_shard_batch` refuses others that don't fit. A model with sliding windows
-    drops them without a word where it is given the mask, so don't use one. `torch.nn.MultiheadAttention` counts, too,
-    with ``need_weights=False``, as in torch's transformer layers; its mask may only be the causal one, of this rank's
-    number of tokens, with ``is_causal=True``.
+    attention, and ``model=`` of `context_shard_batch` refuses others that don't fit. transformers'
+    sliding windows are refused, unless no sequence is longer; other models may drop theirs without a word where they
+    are given the mask. `torch.nn.MultiheadAttention` counts, too, with ``need_weights=False``, as in torch's
+    transformer layers; its mask may only be the causal one, of this rank's number of tokens, with ``is_causal=True``.
 
     All else that a model does with tokens must be done to each by itself. An activation checkpoint runs attention anew
     in backward: call that inside of the block, too (outside of it `torch.utils.checkpoint` raises; that of another
