@@ -19,6 +19,7 @@ from ferrodist.tensor.redistribute_plan import RedistributePlan, make_plan
 from ferrodist.tensor.shape_agreement import agree_on_shape
 from ferrodist.tensor.spec import DTensorSpec, check_placements
 from ferrodist.torch_private.autograd import backward_hooks, current_graph_task
+from ferrodist.torch_private.compilers import is_called_by_compiler
 from ferrodist.torch_private.tensors import base_data, call_plain, is_held_once, make_wrapper
 from ferrodist.wording import with_article
 
@@ -192,6 +193,28 @@ class DTensor(torch.Tensor):
         made: DTensor = _FromLocal.apply(local.resolve_conj().resolve_neg(), spec)  # type: ignore[no-untyped-call]
         return made
 
+    # The compiler takes DTensors apart by these methods, and traces operators on the shards.
+
+    def __tensor_flatten__(self) -> tuple[list[str], DTensorSpec]:
+        return ["_local"], self._spec
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], spec: DTensorSpec, outer_size: object, outer_stride: object
+    ) -> DTensor:
+        del outer_size, outer_stride  # they are the spec's
+        return DTensor._wrap(inner["_local"], spec)
+
+    def __coerce_tangent_metadata__(self) -> DTensor:  # noqa: PLW3201 - the compiler's name
+        return _redistribute(self, self._spec.without_partial)
+
+    def __coerce_same_metadata_as_tangent__(  # noqa: PLW3201 - the compiler's name
+        self, spec: DTensorSpec, expected_type: type | None = None
+    ) -> torch.Tensor:
+        """A gradient with the placements that a compiled backward was made for."""
+        del expected_type
+        return _redistribute(self, self._spec.with_placements(spec.placements))
+
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh over which the tensor is distributed."""
@@ -331,6 +354,8 @@ for _operator, _method in _WRITES.items():
 def _refusal(name: str) -> Callable[..., Any]:
     def refuse(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         """Refused, since each rank has a shard: call it on `full_tensor` or `to_local`."""
+        if name == "untyped_storage" and is_called_by_compiler():  # which asks whether tensors share memory
+            return torch.Tensor.untyped_storage(self)
         del self, args, kwargs
         shown = "numpy" if name == "__array__" else name
         raise TypeError(

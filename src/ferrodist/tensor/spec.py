@@ -137,6 +137,10 @@ class DTensorSpec:
             found.append(local_sizes(self.shape, self.placements, mesh.shape, coordinate)[dim])
         return found
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensorSpec:
+        """The spec itself, which doesn't change and is the only one of its values; the compiler copies it."""
+        return self
+
     def __repr__(self) -> str:
         axes = ", ".join(
             f"{name}: {placement}" for name, placement in zip(self.mesh.axis_names, self.placements, strict=True)

@@ -1,0 +1,72 @@
+"""Placement of a module's inputs and outputs in graphs of torch.compile.
+
+[Note: compiled parallel modules]
+The compiler traces a model's own code, and sees DTensors as tensors. What the wrapped forwards do to inputs and outputs
+is a call in its graph, of a function that is given here, whose operators the compiler traces later: on shards, with the
+operators of `tensor.traced` for what moves between ranks. A graph names the placements by a text.
+
+What a graph can't have (data-dependent code, an operator without a rule) breaks it, or is an error with
+``fullgraph=True``. Between graphs the wrapped forwards run as without a compiler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from ferrodist.tensor.dtensor import DTensor
+from ferrodist.tensor.placement import Partial, Placement, Replicate
+from ferrodist.torch_private.compilers import allow_in_graphs, run_while_tracing
+
+if TYPE_CHECKING:
+    import torch
+
+    from ferrodist.mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class GraphPlacement:
+    """A placement that graphs give to tensors: ``given`` is that of plain ones, and None leaves DTensors as they are.
+
+    Its owner holds it as long as graphs may run.
+    """
+
+    mesh: DeviceMesh
+    given: Placement
+    wanted: Placement | None
+
+    def name(self) -> str:
+        """The text by which graphs name this; valid while it is alive."""
+        text = f"{self.given} to {self.wanted} on {self.mesh.identity}, number {id(self)}"
+        _placements[text] = self
+        return text
+
+
+_placements: WeakValueDictionary[str, GraphPlacement] = WeakValueDictionary()
+
+
+def place(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """A tensor as a DTensor with the placement of a `GraphPlacement`."""
+    placement = _placements[name]
+    if not isinstance(tensor, DTensor):
+        shape = tensor.shape if isinstance(placement.given, Replicate | Partial) else None
+        tensor = DTensor.from_local(tensor, placement.mesh, placement.given, shape=shape)
+    return tensor if placement.wanted is None else tensor.redistribute(placement.wanted)
+
+
+def shard(tensor: DTensor) -> torch.Tensor:
+    """This rank's shard."""
+    return tensor.to_local()
+
+
+def whole(tensor: DTensor) -> torch.Tensor:
+    """The full plain tensor."""
+    return tensor.full_tensor()
+
+
+@run_while_tracing
+def prepare_compiler() -> bool:
+    """Let graphs contain the functions above; the compiler calls this while it traces."""
+    allow_in_graphs([place, shard, whole])
+    return True
