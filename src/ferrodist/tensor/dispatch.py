@@ -105,6 +105,8 @@ def cache_key(value: Any, dtensor_type: Any) -> Any:
                 for one in value
             ]
         )
+    if kind is torch.SymInt:  # while a compiler traces: its graph is for this number
+        return int(value)
     if isinstance(value, torch.Tensor):
         return (kind, value.dim(), value.dtype)  # of a scalar too: it may decide the dtype of the result
     return (kind, None if kind is torch.Generator else value)

@@ -19,7 +19,7 @@ from ferrodist.tensor.redistribute_plan import RedistributePlan, make_plan
 from ferrodist.tensor.shape_agreement import agree_on_shape
 from ferrodist.tensor.spec import DTensorSpec, check_placements
 from ferrodist.torch_private.autograd import backward_hooks, current_graph_task
-from ferrodist.torch_private.compilers import is_called_by_compiler
+from ferrodist.torch_private.compilers import is_called_by_compiler, not_compiled
 from ferrodist.torch_private.tensors import base_data, call_plain, is_held_once, make_wrapper
 from ferrodist.wording import with_article
 
@@ -38,6 +38,7 @@ _ANY = DispatchKind.ANY
 _SHARED = ViewKind.SHARED
 
 
+@not_compiled
 class DTensor(torch.Tensor):
     """A tensor distributed over a mesh, of which each rank has its local shard.
 

@@ -35,8 +35,9 @@ from ferrodist.tensor.placement import Replicate
 from ferrodist.tensor.redistribute import full_local
 from ferrodist.tensor.replica_check import ReplicaCheck, check_replicated, describe_module
 from ferrodist.tensor.spec import DTensorSpec
-from ferrodist.tensor.traced import is_traced, traced_check
+from ferrodist.tensor.traced import traced_check
 from ferrodist.torch_private.autograd import base_of, current_graph_task
+from ferrodist.torch_private.compilers import is_traced
 from ferrodist.torch_private.operators import schema_of
 from ferrodist.wording import with_article
 

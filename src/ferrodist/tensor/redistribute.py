@@ -19,7 +19,8 @@ from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.tensor.redistribute_plan import RedistributeKind, RedistributeStep, innermost_blocks, make_plan
 from ferrodist.tensor.replica_check import check_replicated
 from ferrodist.tensor.spec import DTensorSpec, shard_of, split_blocks
-from ferrodist.tensor.traced import define_operators, is_traced, traced_redistribute
+from ferrodist.tensor.traced import define_operators, traced_redistribute
+from ferrodist.torch_private.compilers import is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -75,6 +75,8 @@ class DTensorSpec:
     ) -> DTensorSpec:
         """The spec of these values; placements are as `check_placements` returns them, and None strides contiguous."""
         sizes = tuple(shape)
+        if torch.SymInt in map(type, (*sizes, *(stride or ()))):  # while a compiler traces: its graph is for this shape
+            sizes, stride = tuple(map(int, sizes)), None if stride is None else tuple(map(int, stride))
         steps = contiguous_stride(sizes) if stride is None else tuple(stride)
         key = (mesh.identity, tuple(placements), sizes, steps, dtype)
         with _lock:

@@ -8,20 +8,16 @@ on, for torch caches compiled graphs by it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
-
-from ferrodist.torch_private.compilers import is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.spec import DTensorSpec
-
-__all__ = ["CHECK", "REDISTRIBUTE", "define_operators", "is_traced", "traced_check", "traced_redistribute"]
 
 _ATTACHMENT = "tensor.traced"
 """The group attachment that keeps alive what graphs name, as long as the group."""
@@ -39,14 +35,15 @@ class _Named:
 
     __slots__ = ("__weakref__", "value")
 
-    def __init__(self, value: _Move | DeviceMesh) -> None:
+    def __init__(self, value: Any) -> None:
         self.value = value
 
 
 _named: WeakValueDictionary[str, _Named] = WeakValueDictionary()
 
 
-def _name(text: str, value: _Move | DeviceMesh, mesh: DeviceMesh) -> str:
+def name_for_graphs(text: str, value: Any, mesh: DeviceMesh) -> str:
+    """The text by which graphs name a value, as long as the group of its mesh lives; equal values have equal texts."""
     kept: dict[str, _Named] = mesh.parent.attachments.setdefault(_ATTACHMENT, {})
     text = f"{text} on {mesh.identity}"
     if text not in kept:
@@ -54,7 +51,8 @@ def _name(text: str, value: _Move | DeviceMesh, mesh: DeviceMesh) -> str:
     return text
 
 
-def _find(text: str) -> _Move | DeviceMesh:
+def find_named(text: str) -> Any:
+    """The value that a graph names by a text."""
     found = _named.get(text)
     if found is None:
         raise RuntimeError(f"a compiled graph is of a group that is gone: compile it again ({text})")
@@ -63,36 +61,65 @@ def _find(text: str) -> _Move | DeviceMesh:
 
 def traced_redistribute(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
     """Redistribute a shard when the graph runs."""
-    name = _name(f"{source} of strides {source.stride} to {target.placements}", _Move(source, target), source.mesh)
+    name = name_for_graphs(f"{source} of strides {source.stride} to {target.placements}", _Move(source, target), source.mesh)
     result: torch.Tensor = torch.ops.ferrodist.redistribute(local, name)
     return result
 
 
 def traced_check(tensor: torch.Tensor, operator: object, mesh: DeviceMesh) -> torch.Tensor:
     """A plain tensor that counts as replicated; the ranks compare it when the graph runs."""
-    result: torch.Tensor = torch.ops.ferrodist.check_replicated(tensor, str(operator), _name("mesh", mesh, mesh))
+    name = name_for_graphs("mesh", mesh, mesh)
+    result: torch.Tensor = torch.ops.ferrodist.check_replicated(tensor, str(operator), name)
     return result
 
 
+def traced_generator_check(tensor: torch.Tensor, operator: object, mesh: DeviceMesh) -> torch.Tensor:
+    """The tensor, of which something is drawn next; the ranks compare torch's generators when the graph runs."""
+    name = name_for_graphs("mesh", mesh, mesh)
+    result: torch.Tensor = torch.ops.ferrodist.check_generators(tensor, str(operator), name)
+    return result
+
+
+def traced_bounds(indices: torch.Tensor, end: int, ignored: int | None, message: str) -> torch.Tensor:
+    """The indices; when the graph runs, IndexError for one that is neither ``ignored`` nor from 0 to ``end`` - 1."""
+    result: torch.Tensor = torch.ops.ferrodist.check_bounds(indices, end, ignored, message)
+    return result
+
+
+def _run_bounds(indices: torch.Tensor, end: int, ignored: int | None, message: str) -> torch.Tensor:
+    wrong = (indices < 0) | (indices >= end)
+    if ignored is not None:
+        wrong &= indices != ignored
+    if wrong.any():
+        raise IndexError(message.format(indices[wrong][0].item()))
+    return indices.clone()
+
+
 def _fake_redistribute(local: torch.Tensor, name: str) -> torch.Tensor:
-    move = _find(name)
-    assert isinstance(move, _Move), "it is named so"
+    move: _Move = find_named(name)
     return local.new_empty(move.target.local_shape)
 
 
-def _fake_check(tensor: torch.Tensor, operator: str, name: str) -> torch.Tensor:
-    del operator, name
+def _fake_check(tensor: torch.Tensor, *_: object) -> torch.Tensor:
     return tensor.clone()
 
 
 _library = torch.library.Library("ferrodist", "DEF")
-_library.define("redistribute(Tensor local, str name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define(
-    "check_replicated(Tensor tensor, str operator, str name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
+for _signature in (
+    "redistribute(Tensor local, str name) -> Tensor",
+    "check_replicated(Tensor tensor, str operator, str name) -> Tensor",
+    "check_generators(Tensor tensor, str operator, str name) -> Tensor",
+    "check_bounds(Tensor indices, int end, int? ignored, str message) -> Tensor",
+):
+    _library.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
 
-REDISTRIBUTE = "redistribute"
-CHECK = "check_replicated"
+
+def _implement(operator: str, run: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> None:
+    _library.impl(operator, run, "CPU")
+    torch.library.register_fake(f"ferrodist::{operator}", fake, lib=_library)
+
+
+_implement("check_bounds", _run_bounds, _fake_check)
 
 
 def define_operators(
@@ -102,21 +129,25 @@ def define_operators(
     """Give the operators the functions that compute them; these are of modules that import this one."""
 
     def run_redistribute(local: torch.Tensor, name: str) -> torch.Tensor:
-        move = _find(name)
-        assert isinstance(move, _Move), "it is named so"
+        move: _Move = find_named(name)
         result = redistribute(local, move.source, move.target).contiguous()
         return result.clone() if result is local else result
 
     def run_check(tensor: torch.Tensor, operator: str, name: str) -> torch.Tensor:
-        mesh = _find(name)
-        assert not isinstance(mesh, _Move), "it is named so"
+        mesh: DeviceMesh = find_named(name)
         if tensor.numel():
             check(operator, tensor, mesh)
         return tensor.clone()
 
-    for operator, run, fake in (
-        (REDISTRIBUTE, run_redistribute, _fake_redistribute),
-        (CHECK, run_check, _fake_check),
-    ):
-        _library.impl(operator, run, "CPU")
-        torch.library.register_fake(f"ferrodist::{operator}", fake, lib=_library)
+    _implement("redistribute", run_redistribute, _fake_redistribute)
+    _implement("check_replicated", run_check, _fake_check)
+
+
+def define_generator_check(check: Callable[[DeviceMesh, torch.Generator | None, str], None]) -> None:
+    """Give the operator of `traced_generator_check` its function, as `define_operators`."""
+
+    def run(tensor: torch.Tensor, operator: str, name: str) -> torch.Tensor:
+        check(find_named(name), None, operator)
+        return tensor.clone()
+
+    _implement("check_generators", run, _fake_check)

@@ -93,4 +93,6 @@ def not_compiled(kind: _Kind) -> _Kind:
     for name, method in list(vars(kind).items()):
         if inspect.isfunction(method):
             setattr(kind, name, outside_of_compiler(method))
+        elif isinstance(method, classmethod | staticmethod) and inspect.isfunction(method.__func__):
+            setattr(kind, name, type(method)(outside_of_compiler(method.__func__)))
     return kind

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate
+from ferrodist.tensor.traced import find_named, name_for_graphs
 from ferrodist.torch_private.compilers import allow_in_graphs, run_while_tracing
 
 if TYPE_CHECKING:
@@ -25,30 +25,23 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class GraphPlacement:
-    """A placement that graphs give to tensors: ``given`` is that of plain ones, and None leaves DTensors as they are.
-
-    Its owner holds it as long as graphs may run.
-    """
+    """A placement that graphs give to tensors: ``given`` is that of plain ones, and None leaves DTensors as they are."""
 
     mesh: DeviceMesh
     given: Placement
     wanted: Placement | None
 
+    @property
     def name(self) -> str:
-        """The text by which graphs name this; valid while it is alive."""
-        text = f"{self.given} to {self.wanted} on {self.mesh.identity}, number {id(self)}"
-        _placements[text] = self
-        return text
-
-
-_placements: WeakValueDictionary[str, GraphPlacement] = WeakValueDictionary()
+        """The text by which graphs name this."""
+        return name_for_graphs(f"{self.given} to {self.wanted}", self, self.mesh)
 
 
 def place(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """A tensor as a DTensor with the placement of a `GraphPlacement`."""
-    placement = _placements[name]
+    placement: GraphPlacement = find_named(name)
     if not isinstance(tensor, DTensor):
         shape = tensor.shape if isinstance(placement.given, Replicate | Partial) else None
         tensor = DTensor.from_local(tensor, placement.mesh, placement.given, shape=shape)

@@ -102,11 +102,8 @@ class ShardedForward:
         functools.update_wrapper(self, forward)
         self._forward, self._mesh, self._placements, self._given = forward, mesh, placements, given
         self._names, _ = find_arguments(forward)
-        self._graph_placements: dict[Placement | None, GraphPlacement] = {}
-        self._graph_names: dict[Placement | None, str] = {}
-        for wanted in {None, *_placements_in(placements.wanted), *_placements_in(placements.outputs)}:
-            made = self._graph_placements[wanted] = GraphPlacement(mesh, given or Replicate(), wanted)
-            self._graph_names[wanted] = made.name()
+        every = {None, *_placements_in(placements.wanted), *_placements_in(placements.outputs)}
+        self._graph_names = {wanted: GraphPlacement(mesh, given or Replicate(), wanted).name for wanted in every}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""
@@ -264,8 +261,7 @@ class ParallelState:
     def __init__(self, mesh: DeviceMesh, *, gathers: bool, checks: bool, replicates: bool) -> None:
         self.mesh, self.gathers, self.checks, self.replicates = mesh, gathers, checks, replicates
         self.graph_depth = 0  # more than 0 while the compiler traces the inside of a forward
-        self._graph_placement = GraphPlacement(mesh, Replicate(), None)
-        self.graph_name = self._graph_placement.name()
+        self.graph_name = GraphPlacement(mesh, Replicate(), None).name
         self._replication_warnings = ReplicationWarnings() if replicates else None
         self.forward_check = self.make_check()  # the check of plain tensors in forwards
         self.backward_check = self.make_check()  # the check of plain tensors in backward
