@@ -206,12 +206,10 @@ class DTensor(torch.Tensor):
         del outer_size, outer_stride  # they are the spec's
         return DTensor._wrap(inner["_local"], spec)
 
-    def __coerce_tangent_metadata__(self) -> DTensor:  # noqa: PLW3201 - the compiler's name
+    def __coerce_tangent_metadata__(self) -> DTensor:
         return _redistribute(self, self._spec.without_partial)
 
-    def __coerce_same_metadata_as_tangent__(  # noqa: PLW3201 - the compiler's name
-        self, spec: DTensorSpec, expected_type: type | None = None
-    ) -> torch.Tensor:
+    def __coerce_same_metadata_as_tangent__(self, spec: DTensorSpec, expected_type: type | None = None) -> torch.Tensor:
         """A gradient with the placements that a compiled backward was made for."""
         del expected_type
         return _redistribute(self, self._spec.with_placements(spec.placements))

@@ -61,7 +61,9 @@ def find_named(text: str) -> Any:
 
 def traced_redistribute(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
     """Redistribute a shard when the graph runs."""
-    name = name_for_graphs(f"{source} of strides {source.stride} to {target.placements}", _Move(source, target), source.mesh)
+    name = name_for_graphs(
+        f"{source} of strides {source.stride} to {target.placements}", _Move(source, target), source.mesh
+    )
     result: torch.Tensor = torch.ops.ferrodist.redistribute(local, name)
     return result
 
@@ -104,18 +106,18 @@ def _fake_check(tensor: torch.Tensor, *_: object) -> torch.Tensor:
     return tensor.clone()
 
 
-_library = torch.library.Library("ferrodist", "DEF")
+_library = torch.library.Library("ferrodist", "DEF")  # type: ignore[no-untyped-call]
 for _signature in (
     "redistribute(Tensor local, str name) -> Tensor",
     "check_replicated(Tensor tensor, str operator, str name) -> Tensor",
     "check_generators(Tensor tensor, str operator, str name) -> Tensor",
     "check_bounds(Tensor indices, int end, int? ignored, str message) -> Tensor",
 ):
-    _library.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
 
 
 def _implement(operator: str, run: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> None:
-    _library.impl(operator, run, "CPU")
+    _library.impl(operator, run, "CPU")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"ferrodist::{operator}", fake, lib=_library)
 
 

@@ -31,12 +31,21 @@ try:
 except (ImportError, AttributeError):
     _set_strategy = None
 
-__all__ = ["allow_in_graphs", "is_called_by_compiler", "is_compiling", "is_traced", "not_compiled", "outside_of_compiler", "run_while_tracing"]
+__all__ = [
+    "allow_in_graphs",
+    "is_called_by_compiler",
+    "is_compiling",
+    "is_traced",
+    "not_compiled",
+    "outside_of_compiler",
+    "run_while_tracing",
+]
 
 is_compiling: Any = torch.compiler.is_compiling
 
 _COMPILER_FILES = tuple(
-    str(Path(torch.__file__).parent / name) for name in ("_dynamo", "_functorch", "_subclasses", "_inductor", "fx", "_meta")
+    str(Path(torch.__file__).parent / name)
+    for name in ("_dynamo", "_functorch", "_subclasses", "_inductor", "fx", "_meta")
 )
 
 _Kind = TypeVar("_Kind", bound=type)

@@ -48,8 +48,9 @@ def place(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor if placement.wanted is None else tensor.redistribute(placement.wanted)
 
 
-def shard(tensor: DTensor) -> torch.Tensor:
-    """This rank's shard."""
+def shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor."""
+    assert isinstance(tensor, DTensor), "`place` has made it"
     return tensor.to_local()
 
 

@@ -64,6 +64,8 @@ def _replace_values(value: Any, names: Sequence[Any], made: Sequence[Any]) -> An
     before = [value[name] if isinstance(value, Mapping) else getattr(value, name) for name in names]
     if all(one is other for one, other in zip(made, before, strict=True)):
         return value
+    if is_compiling():  # which has no copy.copy
+        return type(value)(**dict(zip(names, made, strict=True)))
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)(dict(zip(names, made, strict=True)))  # type: ignore[call-arg]
     other = copy.copy(value)  # some, as a defaultdict, can't be made of their values alone
@@ -78,7 +80,13 @@ def _replace_values(value: Any, names: Sequence[Any], made: Sequence[Any]) -> An
 def find_dtensors(value: Any) -> list[DTensor]:
     """The DTensors in a value."""
     found: list[DTensor] = []
-    map_nested(lambda tensor: found.append(tensor) if isinstance(tensor, DTensor) else None, value)
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            found.append(tensor)
+        return tensor
+
+    map_nested(collect, value)
     return found
 
 

@@ -57,7 +57,9 @@ def _look_up(call: OpCall) -> LocalFunction | None:
 
     def look_up(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> torch.Tensor:
         if is_traced(indices):
-            indices = traced_bounds(indices, num_rows, None, f"index out of range: {{}} in an embedding of {num_rows} rows")
+            indices = traced_bounds(
+                indices, num_rows, None, f"index out of range: {{}} in an embedding of {num_rows} rows"
+            )
         elif indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < num_rows:
             wrong = int(indices.min()) if int(indices.min()) < 0 else int(indices.max())
             raise IndexError(
