@@ -92,8 +92,9 @@ class CachedDispatch:
 def cache_key(value: Any, dtensor_type: Any) -> Any:
     """The contribution of an argument to the key of a cached call."""
     kind = type(value)
-    if kind is int or value is None:
-        return value
+    if kind is int or value is None or kind is torch.SymInt:
+        # A SymInt is there while a compiler traces, whose graph is then for this number.
+        return value if kind is not torch.SymInt else int(value)
     if kind is float or kind is bool:
         return kind if kind is float else (kind, value)  # True, 1 and 1.0 are equal
     if kind is dtensor_type:
@@ -105,8 +106,6 @@ def cache_key(value: Any, dtensor_type: Any) -> Any:
                 for one in value
             ]
         )
-    if kind is torch.SymInt:  # while a compiler traces: its graph is for this number
-        return int(value)
     if isinstance(value, torch.Tensor):
         return (kind, value.dim(), value.dtype)  # of a scalar too: it may decide the dtype of the result
     return (kind, None if kind is torch.Generator else value)

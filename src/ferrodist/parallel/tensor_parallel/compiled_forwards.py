@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphPlacement:
-    """A placement that graphs give to tensors: ``given`` is that of plain ones, and None leaves DTensors as they are."""
+    """A placement that graphs give to tensors; ``given`` is that of plain ones.
+
+    If ``wanted`` is None, DTensors stay as they are.
+    """
 
     mesh: DeviceMesh
     given: Placement
