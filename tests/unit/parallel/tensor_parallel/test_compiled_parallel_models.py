@@ -117,18 +117,16 @@ def divided(mesh, plan):
     return fd.parallelize(Decoder().double(), mesh, plan)
 
 
-def test_whole_models_are_one_graph():
+@pytest.mark.parametrize(("plan", "steps"), [(PLAN, 2), (SEQUENCE_PLAN, 1)])
+def test_whole_models_are_one_graph(plan, steps):
     """With vocabulary, heads, loss and the sequence sharded; the results are those of one process."""
 
     def program(group):
         mesh = fd.DeviceMesh(group, (2,), ("tensor",))
-        for plan, steps in ((PLAN, 2), (SEQUENCE_PLAN, 1)):
-            torch._dynamo.reset()
-            torch._dynamo.utils.counters.clear()
-            own, model = Decoder().double(), divided(mesh, plan)
-            compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-            check(train(model, compiled, steps), train(own, own, steps))
-            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        own, model = Decoder().double(), divided(mesh, plan)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        check(train(model, compiled, steps), train(own, own, steps))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
     run_ranks(program, 2, backend="native")
 
