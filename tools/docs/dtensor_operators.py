@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -37,6 +39,8 @@ Operator = torch._ops.OpOverload  # noqa: SLF001 - operators have no public clas
 
 Strategies = dict[Operator, tuple[str, list[str]]]
 """By operator: the shapes of a call, and its strategies along one mesh axis."""
+
+_DATABASE_PATH = Path(__file__).parents[2] / "docs/operators.json"
 
 _HEAD = """# Operators of distributed tensors
 
@@ -79,6 +83,20 @@ tensors: by `fd.allow_replication()`, or in a model of `fd.parallelize(..., fall
 which is the default.
 """
 
+_DATABASE = """## torch's operator database
+
+{counts}
+
+Each was called with the database's own small samples of float32, int64 and complex64, their tensors
+sharded along each dim, replicated and partial, in up to 8 combinations on 2 ranks and 4 on 3: the
+function with its gradients, with `out=`, and in place; and compared with the plain operator. What
+is drawn at random was compared by its shape. `make operators` runs it; [the file](operators.json)
+has all outcomes and reasons. "By fallback" means that at least one of the calls needs
+`fd.allow_replication()`, or a model of `parallelize`, and is right there.
+
+{table}
+"""
+
 _NOT_SHOWN = """## Not shown here
 
 {names}
@@ -96,10 +114,32 @@ def render() -> str:
     parts.append(_SUBSTITUTES.format(names=wrap(without_rule)))
     table = format_table(["", "instead"], _merge([(f"`{name}`", instead) for name, instead in DATA_DEPENDENT.values()]))
     parts.append(_REPLICATED_ONLY.format(table=table))
+    parts.append(_render_database())
     if not_shown := set(RULES) - set(strategies):
         without_sample = f"These have a rule, but no sample call reaches them: {_listed(not_shown)}."
         parts.append(_NOT_SHOWN.format(names=wrap(without_sample)))
     return "\n".join(parts)
+
+
+def _render_database() -> str:
+    report = json.loads(_DATABASE_PATH.read_text(encoding="utf-8"))
+    by_outcome: dict[str, list[str]] = {}
+    for name, record in report["operators"].items():
+        by_outcome.setdefault(record["outcome"], []).append(name)
+    without = by_outcome.pop("not run", [])
+    total = sum(map(len, by_outcome.values()))
+    counts = (
+        f"torch {report['torch']}'s operator database has {total} operators that take tensors of these dtypes, and"
+        f" {len(without)} others. {len(by_outcome['by rule'])} are right by rules alone,"
+        f" {len(by_outcome.get('by fallback', []))} more with the fallback."
+    )
+    rows = [(outcome, str(len(names)), _shown(outcome, names)) for outcome, names in sorted(by_outcome.items())]
+    table = format_table(["outcome", "operators", "which"], rows)
+    return _DATABASE.format(counts=wrap(counts), table=table)
+
+
+def _shown(outcome: str, names: Sequence[str]) -> str:
+    return "all others" if outcome == "by rule" else ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def collect_strategies(mesh: DeviceMesh) -> Strategies:

@@ -2,7 +2,7 @@
 
 ::
 
-    all ranks      save_distributed, load_distributed, AsyncCheckpointer -> CheckpointFuture
+    all ranks      save_distributed, load_distributed, AsyncCheckpointer -> CheckpointFuture; load_hugging_face
     in a state     OptimizerState, PerRank, RandomState; Placed; ShardMetadata, TensorShardSpec, flat_shard_metadata
     folders        find_latest, list_checkpoints, DistributedCheckpoint
     one process    verify -> VerificationReport, compare -> Difference, inspect_checkpoint -> Inspection, reshard;
@@ -17,6 +17,7 @@ The modules::
     commit.py              the commit, and leftovers of dead saves     checkpoint_folder.py  list, find, remove
     consensus.py           steps that succeed on all ranks or none     async_checkpointer.py  saves in a thread
     optimizer_state.py, random_state.py                                shard_metadata.py      shards by the program
+    load_hugging_face.py   safetensors folders into a model's shards
     format/                the state tree, the manifest, safetensors   storage/  local folders, object stores
     tools/                 inspect, verify, compare, reshard           convert/  other formats
 """
@@ -26,6 +27,7 @@ from ferrodist.checkpoint.checkpoint_folder import find_latest, list_checkpoints
 from ferrodist.checkpoint.distributed_checkpoint import DistributedCheckpoint
 from ferrodist.checkpoint.format.tree import PerRank
 from ferrodist.checkpoint.load import load_distributed
+from ferrodist.checkpoint.load_hugging_face import load_hugging_face
 from ferrodist.checkpoint.load_plan import Placed
 from ferrodist.checkpoint.optimizer_state import OptimizerState
 from ferrodist.checkpoint.random_state import RandomState
@@ -65,6 +67,7 @@ __all__ = [
     "inspect_checkpoint",
     "list_checkpoints",
     "load_distributed",
+    "load_hugging_face",
     "reshard",
     "save_distributed",
     "verify",

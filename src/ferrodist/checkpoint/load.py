@@ -93,11 +93,27 @@ def load_distributed(
             shards.check(group.world_size)
         planner = LoadPlanner(manifest, group.rank, group.world_size, shards)
         build = planner.match(manifest.tree, into)
-    _check_complete(planner, storage.url, group, deadline, strict=strict)
+    check_complete(planner, storage.url, group, deadline, strict=strict)
+    fill_targets(
+        planner, CheckpointReader(storage, manifest, verify=verify), storage, group, deadline, one_reads=one_reads
+    )
+    with all_or_none("load the state of objects", storage.url, group, deadline, about_arguments=False):
+        return build()
+
+
+def fill_targets(
+    planner: LoadPlanner,
+    reader: CheckpointReader,
+    storage: Storage,
+    group: Backend,
+    deadline: Deadline,
+    *,
+    one_reads: bool = False,
+) -> None:
+    """Read the planned boxes into their tensors and close the storage; every rank calls this."""
     with all_or_none("load a checkpoint", storage.url, group, deadline, about_arguments=False):
-        reader = CheckpointReader(storage, manifest, verify=verify)
         try:
-            targets = sorted(planner.targets, key=lambda target: manifest.position(target[0]))
+            targets = sorted(planner.targets, key=lambda target: reader.manifest.position(target[0]))
             boxes = [(key, box, view) for key, _, shard in targets for box, view in shard.boxes]
             if one_reads:
                 _read_on_rank0(reader, boxes, storage.url, group, deadline)
@@ -110,8 +126,6 @@ def load_distributed(
                     increment_version(local)  # autograd has not seen the write
         finally:
             storage.close()
-    with all_or_none("load the state of objects", storage.url, group, deadline, about_arguments=False):
-        return build()
 
 
 def _share_manifest(storage: Storage, group: Backend, deadline: Deadline) -> Manifest:
@@ -126,7 +140,7 @@ def _share_manifest(storage: Storage, group: Backend, deadline: Deadline) -> Man
     return manifests[0] if manifests else decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}")
 
 
-def _check_complete(planner: LoadPlanner, where: str, group: Backend, deadline: Deadline, *, strict: bool) -> None:
+def check_complete(planner: LoadPlanner, where: str, group: Backend, deadline: Deadline, *, strict: bool) -> None:
     """Raise on all ranks if wanted values were not saved or saved tensors have no target, on ranks with ``strict``."""
     report = (planner.missing[:10], len(planner.missing), planner.unexpected) if strict else ([], 0, {})
     answers = all_gather_object(report, group=group, timeout=deadline.remaining())

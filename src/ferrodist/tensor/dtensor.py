@@ -19,7 +19,7 @@ from ferrodist.tensor.redistribute_plan import RedistributePlan, make_plan
 from ferrodist.tensor.shape_agreement import agree_on_shape
 from ferrodist.tensor.spec import DTensorSpec, check_placements
 from ferrodist.torch_private.autograd import backward_hooks, current_graph_task
-from ferrodist.torch_private.compilers import is_called_by_compiler, not_compiled
+from ferrodist.torch_private.compilers import is_called_by_compiler, not_compiled, outside_of_compiler
 from ferrodist.torch_private.tensors import base_data, call_plain, is_held_once, make_wrapper
 from ferrodist.wording import with_article
 
@@ -258,7 +258,7 @@ class DTensor(torch.Tensor):
         Returns:
             A tensor that shares memory with this one if the placements are the same.
         """
-        target = self._spec.with_placements(check_placements(self.mesh, placements, self.shape))
+        target = self._spec.resolve(placements)
         if not (self.requires_grad and torch.is_grad_enabled()):
             return _redistribute(self, target)
         made: DTensor = _Redistribute.apply(self, target)  # type: ignore[no-untyped-call]
@@ -266,7 +266,7 @@ class DTensor(torch.Tensor):
 
     def plan(self, placements: Placement | Sequence[Placement]) -> RedistributePlan:
         """The plan of a `redistribute`; print it to see the collectives and their bytes."""
-        return make_plan(self._spec, self._spec.with_placements(check_placements(self.mesh, placements, self.shape)))
+        return make_plan(self._spec, self._spec.resolve(placements))
 
     @property
     def data(self) -> DTensor:
@@ -388,7 +388,7 @@ def _owned_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_alone else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _redistribute_grad(grad: torch.Tensor, placements: tuple[Placement, ...], mesh: DeviceMesh) -> DTensor:
+def redistribute_grad(grad: torch.Tensor, placements: tuple[Placement, ...], mesh: DeviceMesh) -> DTensor:
     """A gradient with some placements: itself if it has them, so that autograd knows who else holds it.
 
     The gradient is plain, and counts as replicated, if the tensor was written to a plain one, as a buffer.
@@ -409,7 +409,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
-        return _redistribute_grad(grads[0], ctx.placements, ctx.mesh), None
+        return redistribute_grad(grads[0], ctx.placements, ctx.mesh), None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -437,7 +437,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
         spec: DTensorSpec = ctx.spec
-        local = _redistribute_grad(grads[0], spec.without_partial.placements, spec.mesh).to_local()
+        local = redistribute_grad(grads[0], spec.without_partial.placements, spec.mesh).to_local()
         for placement, num_ranks in zip(spec.placements, spec.mesh.shape, strict=True):
             if isinstance(placement, Partial):
                 if placement.op not in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -448,14 +448,20 @@ class _FromLocal(torch.autograd.Function):
         return local, None
 
 
-class _GradPlacementHook:
-    """The hook of `keep_grad_placements`."""
+def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """`DTensor.from_local` of a shard that is known to fit a spec. Differentiable."""
+    made: DTensor = _FromLocal.apply(local, spec)  # type: ignore[no-untyped-call]
+    return made
 
-    def __init__(self, parameter: DTensor) -> None:
-        self._placements = parameter.placements
+
+class _GradPlacementHook:
+    """The hook of `keep_grad_placements` and `reduce_grad_once`."""
+
+    def __init__(self, tensor: DTensor) -> None:
+        self._placements, self._mesh = tensor._spec.without_partial.placements, tensor.mesh
 
     def __call__(self, grad: Any) -> Any:
-        return grad if grad.placements == self._placements else grad.redistribute(self._placements)
+        return redistribute_grad(grad, self._placements, self._mesh)
 
 
 def keep_grad_placements(parameter: torch.Tensor) -> None:
@@ -464,13 +470,22 @@ def keep_grad_placements(parameter: torch.Tensor) -> None:
     Gradients are right under any placements; but a partial one would be reduced anew by each operator that reads it.
     """
     assert isinstance(parameter, DTensor), "others have no placements"
-    has_hook = any(map(is_grad_placement_hook, backward_hooks(parameter).values()))
-    if not has_hook and (parameter.is_floating_point() or parameter.is_complex()):
+    if parameter.is_floating_point() or parameter.is_complex():
         # Frozen parameters may be trained later, and only those that require grad take a hook.
         requires_grad = parameter.requires_grad
         parameter.requires_grad_(True)
-        parameter.register_hook(_GradPlacementHook(parameter))  # type: ignore[no-untyped-call]
+        reduce_grad_once(parameter)
         parameter.requires_grad_(requires_grad)
+
+
+@outside_of_compiler
+def reduce_grad_once(tensor: DTensor) -> None:
+    """Redistribute the sum of a tensor's gradients to the tensor's placements.
+
+    A `redistribute` for each of several layers that take the tensor would reduce the gradient of each by itself.
+    """
+    if not any(map(is_grad_placement_hook, backward_hooks(tensor).values())):
+        tensor.register_hook(_GradPlacementHook(tensor))  # type: ignore[no-untyped-call]
 
 
 def is_grad_placement_hook(hook: object) -> bool:

@@ -46,6 +46,7 @@ class DTensorSpec:
         "plans",
         "shape",
         "stride",
+        "targets",
         "wrapper_arguments",
     )
 
@@ -59,10 +60,12 @@ class DTensorSpec:
     wrapper_arguments: tuple[Any, ...]
     """The arguments that make a wrapper of this shape, strides and dtype, without memory."""
     plans: dict[DTensorSpec, Any]  # the plans to other specs, as `redistribute_plan.make_plan` found them
+    targets: dict[Any, DTensorSpec]  # what `resolve` found
     dispatch_cache: dict[Any, Any]
     """The calls that `dispatch` prepared for tensors of the mesh's group.
 
-    The key of a call is a tuple that begins with the id of its operator. `ops.embedding` has records here too.
+    The key of a call is a tuple that begins with the id of its operator. `ops.embedding` and `linear` have records here
+    too.
     """
 
     @staticmethod
@@ -93,6 +96,7 @@ class DTensorSpec:
                     local_shape=tuple(local_sizes(sizes, placements, mesh.shape, coordinate)),
                     wrapper_arguments=(sizes, steps, None, None, dtype, torch.strided, torch.device("cpu")),
                     plans={},
+                    targets={},
                     dispatch_cache=mesh.parent.attachments.setdefault(_DISPATCH_CACHE, {}),
                 )
         return found
@@ -100,6 +104,16 @@ class DTensorSpec:
     def with_placements(self, placements: Sequence[Placement]) -> DTensorSpec:
         """The same tensor with other placements."""
         return DTensorSpec.make(self.mesh, placements, self.shape, self.dtype, self.stride)
+
+    def resolve(self, placements: Placement | Sequence[Placement]) -> DTensorSpec:
+        """The same tensor with placements as users give them, which are checked."""
+        try:
+            return self.targets[placements]
+        except (KeyError, TypeError):  # new ones, or a list
+            found = self.with_placements(check_placements(self.mesh, placements, self.shape))
+            if isinstance(placements, Shard | Replicate | Partial | tuple):
+                self.targets[placements] = found
+            return found
 
     @property
     def replicated(self) -> DTensorSpec:

@@ -144,7 +144,7 @@ class _ExternalSource:
         self._loaded = {key: each for key, each in external.items() if key not in raw}
         self._in_memory = in_memory
         self._url = storage.url
-        self._reader = CheckpointReader(storage, _manifest_of(storage, raw), verify=False)
+        self._reader = CheckpointReader(storage, manifest_of(storage, raw), verify=False)
         self._cached_shard: tuple[object, torch.Tensor] | None = None
 
     def read_box(self, key: str, box: Box, target: torch.Tensor) -> None:
@@ -168,7 +168,7 @@ class _ExternalSource:
         return self._cached_shard[1]
 
 
-def _manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Manifest:
+def manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Manifest:
     """Return a manifest of file shards, without hashes."""
     indices: dict[str, int] = {}
     files: list[FileEntry] = []

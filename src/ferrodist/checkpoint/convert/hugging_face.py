@@ -57,13 +57,18 @@ def import_hugging_face(
         DistCheckpointError: The folder is missing or damaged, or the checkpoint can't be written.
     """
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
-    import_folder(storage, new_storage, _find_tensors, options)
+    import_folder(storage, new_storage, _read_foreign, options)
 
 
-def _find_tensors(storage: Storage) -> dict[str, ExternalTensor]:
-    names = set(storage.list_names())
-    if MANIFEST_NAME in names:
+def _read_foreign(storage: Storage) -> dict[str, ExternalTensor]:
+    if MANIFEST_NAME in storage.list_names():
         raise DistCheckpointError(f"{storage.url} is a checkpoint of ferrodist already: reshard makes another of it")
+    return find_tensors(storage)
+
+
+def find_tensors(storage: Storage) -> dict[str, ExternalTensor]:
+    """Return the tensors in the safetensors files of a folder by name; DistCheckpointError if it has none."""
+    names = set(storage.list_names())
     if SINGLE_NAME in names:
         return _parse_file(storage, SINGLE_NAME)
     if INDEX_NAME not in names:

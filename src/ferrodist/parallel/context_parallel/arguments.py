@@ -87,7 +87,7 @@ def check_attention(
                 " same however the sequence is divided. Set the model's attention dropout to 0"
             )
         for name, each in zip("qkv", inputs, strict=True):
-            _check_local(operation, each, name)
+            check_local(operation, each, name)
             check_tensor(each, name)
         inputs = _autocast(inputs)
         _check_inputs(inputs, enable_gqa=enable_gqa, num_head_shards=num_head_shards)
@@ -168,7 +168,8 @@ def _check_inputs(inputs: Sequence[torch.Tensor], *, enable_gqa: bool, num_head_
         )
 
 
-def _check_local(operation: str, x: object, name: str) -> None:
+def check_local(operation: str, x: object, name: str) -> None:
+    """Raise if an input of attention is a DTensor."""
     if type(x).__name__ == "DTensor":  # this package's or torch's, which is not imported for it
         raise TypeError(
             f"{name} is a DTensor, and {operation} takes tensors of this rank: tensor parallelism of the attention's"

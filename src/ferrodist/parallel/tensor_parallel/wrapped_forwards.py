@@ -24,7 +24,7 @@ from ferrodist.errors import DistributedError, RankFailedError, add_error_contex
 from ferrodist.parallel.backward_hooks import current_backward_id
 from ferrodist.parallel.tensor_parallel import compiled_forwards
 from ferrodist.parallel.tensor_parallel.compiled_forwards import GraphPlacement, prepare_compiler
-from ferrodist.tensor.dtensor import DTensor
+from ferrodist.tensor.dtensor import DTensor, reduce_grad_once
 from ferrodist.tensor.placement import Partial, Placement, Replicate
 from ferrodist.tensor.plain_tensors import ACTIVE_CHECK, BACKWARD_CHECKS, is_plain
 from ferrodist.tensor.replica_check import ReplicaCheck
@@ -150,8 +150,11 @@ class ShardedForward:
                 if self._given is None and check is not None and tensor.numel():
                     check.record("the forward", tensor, self._mesh)
                 tensor = DTensor.from_local(tensor, self._mesh, given, shape=shape)
-            # Also if nothing is sent: then gradients, which may be partial, get the input's placement here.
-            return tensor if wanted is None else tensor.redistribute(wanted)
+            if wanted is None or tensor.placements != (wanted,):
+                return tensor if wanted is None else tensor.redistribute(wanted)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                reduce_grad_once(tensor)  # gradients, which may be partial, get the input's placement
+            return tensor
 
         return map_nested(place, value)
 

@@ -7,11 +7,13 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ferrodist as fd
 from ferrodist.testing import run_ranks
 
 METHODS = ["ring", "ulysses"]
+HALVES = (slice(0, 5), slice(5, 12))
 
 
 def close(one, other, tolerance=1e-12):
@@ -76,6 +78,36 @@ def test_ulysses_needs_heads_that_ranks_share():
             fd.ulysses_attention(*parts, group=group, enable_gqa=True)
 
     run_ranks(program, 3)
+
+
+class ElementCount(TorchDispatchMode):
+    """Counts the elements of all results of operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        self.total += sum(x.numel() for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor))
+        return result
+
+
+def test_ulysses_backward_is_linear_in_the_number_of_documents():
+    """A slice's gradient is a tensor of the whole sequence: 64 documents would fill 192 of them."""
+
+    def program(group):
+        counts = []
+        for step in (16, 2):
+            q = fd.context_shard(whole(128)[0], 2, group).requires_grad_()
+            output = fd.ulysses_attention(q, q, q, group=group, cu_seqlens=range(0, 129, step))
+            with ElementCount() as count:
+                output.sum().backward()
+            counts.append(count.total)
+        return counts
+
+    for few, many in run_ranks(program, 2):
+        assert many < 1.2 * few
 
 
 def decoder():
@@ -155,14 +187,6 @@ class Encoder(nn.Module):
         return self.head(self.layers(self.embedding(input_ids) + self.positions(position_ids)))
 
 
-def test_torchs_multi_head_attention_is_refused():
-    """A mode does not see what it calls: it would attend to this rank's tokens, silently."""
-    mesh = fd.DeviceMesh(fd.SimulatedBackend.create_group(1)[0], (1,), ("context",))
-    layer, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.ones(1, 3, 4)
-    with pytest.raises(NotImplementedError, match="MultiheadAttention"), fd.context_parallel(mesh):
-        layer(x, x, x, need_weights=False)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_an_encoder_of_plain_layers_trains_as_in_one_process(method):
     """Attention without a mask, and a loss of one's own, exact in float64."""
@@ -221,6 +245,37 @@ def run_in_context(call, match, error=ValueError, *, rank=1, **options):
         fd.barrier(group=group)
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_dtensors_are_refused_by_name(method, masked):
+    """Under tensor parallelism heads are sharded, too; its local lengths would be taken for those of the sequence."""
+
+    def call(group, q, k, v):
+        mesh = fd.DeviceMesh(group, (2,))
+        parts = [fd.DTensor.from_local(x, mesh, [fd.Shard(1)]) for x in (q, k, v)]
+        mask = fd.distribute(torch.ones(1, 1, 6, 6, dtype=torch.bool), mesh, [fd.Replicate()]) if masked else None
+        scaled_dot_product_attention(*parts, mask)
+
+    run_in_context(call, f"{'attn_mask' if masked else 'q'} is a DTensor", TypeError, method=method, rank=None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bounds_from_a_generator_serve_all_calls(method):
+    """The second layer would find it empty."""
+    q, k, v, _ = whole(12)
+    expected = torch.cat([scaled_dot_product_attention(*[x[:, :, s] for x in (q, k, v)]) for s in HALVES], 2)
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (2,))
+        parts = [fd.context_shard(x, 2, group) for x in (q, k, v)]
+        with fd.context_parallel(mesh, method, cu_seqlens=(bound for bound in (0, 5, 12))):
+            return [fd.context_unshard(scaled_dot_product_attention(*parts), 2, group) for _ in range(2)]
+
+    for outputs in run_ranks(program, 2):
+        for output in outputs:
+            close(output, expected)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -190,7 +190,21 @@ def _fails(change, match, error=ValueError, *, num_ranks=2, rank=None):
     return raised
 
 
+def test_one_head_of_keys_serves_all_heads_of_queries():
+    """Multi-query attention: torch's attention broadcasts one head without being told."""
+    q, k, v, grad = inputs(13, key_heads=1)
+
+    def program(group):
+        leaves = [fd.context_shard(x, 2, group).requires_grad_() for x in (q, k, v)]
+        output = fd.ring_attention(*leaves, group=group, causal=True)
+        grads = torch.autograd.grad(output, leaves, fd.context_shard(grad, 2, group))
+        return [fd.context_unshard(x.detach(), 2, group) for x in (output, *grads)]
+
+    check(run_ranks(program, 2), alone(q, k, v, grad, causal=True))
+
+
 BAD = {
+    "overlap": (lambda a: {"overlap": 1}, "overlap must be", TypeError),
     "no tensor": (lambda a: {"q": 1}, "q must be a torch.Tensor", TypeError),
     "dims": (lambda a: {"k": a["k"][0]}, "k must be of shape", ValueError),
     "dtype": (lambda a: {x: a[x].long() for x in "qkv"}, "floating dtype", TypeError),
