@@ -448,6 +448,7 @@ class _FromLocal(torch.autograd.Function):
         return local, None
 
 
+@outside_of_compiler
 def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """`DTensor.from_local` of a shard that is known to fit a spec. Differentiable."""
     made: DTensor = _FromLocal.apply(local, spec)  # type: ignore[no-untyped-call]
