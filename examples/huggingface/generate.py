@@ -88,7 +88,7 @@ def main() -> None:
             model.save_pretrained(folder, state_dict=state)
         fd.barrier()
         sharded = make_model().eval()
-        fd.parallelize(sharded, fd.DeviceMesh(group, (group.world_size,), ("tensor",)), "auto")
+        fd.parallelize(sharded, fd.DeviceMesh(group, (group.world_size,), ("tensor",)), "auto", init="empty")
         fd.checkpoint.load_hugging_face(folder, sharded)
         fd.barrier()
     for prompt, text in zip(PROMPTS, texts, strict=False):

@@ -19,6 +19,7 @@ from ferrodist.tensor.redistribute_plan import RedistributePlan, make_plan
 from ferrodist.tensor.shape_agreement import agree_on_shape
 from ferrodist.tensor.spec import DTensorSpec, check_placements
 from ferrodist.torch_private.autograd import backward_hooks, current_graph_task
+from ferrodist.torch_private.compilers import is_called_by_compiler, not_compiled, outside_of_compiler
 from ferrodist.torch_private.tensors import base_data, call_plain, is_held_once, make_wrapper
 from ferrodist.wording import with_article
 
@@ -37,6 +38,7 @@ _ANY = DispatchKind.ANY
 _SHARED = ViewKind.SHARED
 
 
+@not_compiled
 class DTensor(torch.Tensor):
     """A tensor distributed over a mesh, of which each rank has its local shard.
 
@@ -192,6 +194,26 @@ class DTensor(torch.Tensor):
         made: DTensor = _FromLocal.apply(local.resolve_conj().resolve_neg(), spec)  # type: ignore[no-untyped-call]
         return made
 
+    # The compiler takes DTensors apart by these methods, and traces operators on the shards.
+
+    def __tensor_flatten__(self) -> tuple[list[str], DTensorSpec]:
+        return ["_local"], self._spec
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], spec: DTensorSpec, outer_size: object, outer_stride: object
+    ) -> DTensor:
+        del outer_size, outer_stride  # they are the spec's
+        return DTensor._wrap(inner["_local"], spec)
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        return _redistribute(self, self._spec.without_partial)
+
+    def __coerce_same_metadata_as_tangent__(self, spec: DTensorSpec, expected_type: type | None = None) -> torch.Tensor:
+        """A gradient with the placements that a compiled backward was made for."""
+        del expected_type
+        return _redistribute(self, self._spec.with_placements(spec.placements))
+
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh over which the tensor is distributed."""
@@ -331,6 +353,8 @@ for _operator, _method in _WRITES.items():
 def _refusal(name: str) -> Callable[..., Any]:
     def refuse(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         """Refused, since each rank has a shard: call it on `full_tensor` or `to_local`."""
+        if name == "untyped_storage" and is_called_by_compiler():  # which asks whether tensors share memory
+            return torch.Tensor.untyped_storage(self)
         del self, args, kwargs
         shown = "numpy" if name == "__array__" else name
         raise TypeError(
@@ -424,6 +448,7 @@ class _FromLocal(torch.autograd.Function):
         return local, None
 
 
+@outside_of_compiler
 def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """`DTensor.from_local` of a shard that is known to fit a spec. Differentiable."""
     made: DTensor = _FromLocal.apply(local, spec)  # type: ignore[no-untyped-call]
@@ -454,6 +479,7 @@ def keep_grad_placements(parameter: torch.Tensor) -> None:
         parameter.requires_grad_(requires_grad)
 
 
+@outside_of_compiler
 def reduce_grad_once(tensor: DTensor) -> None:
     """Redistribute the sum of a tensor's gradients to the tensor's placements.
 

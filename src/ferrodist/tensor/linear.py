@@ -11,8 +11,10 @@ from torch.nn import functional
 from ferrodist.tensor.dtensor import DTensor, redistribute_grad
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.tensor.spec import DTensorSpec
+from ferrodist.torch_private.compilers import outside_of_compiler
 
 
+@outside_of_compiler
 def linear(tensor: DTensor, weight: DTensor, bias: DTensor | None) -> torch.Tensor | None:
     """`torch.nn.functional.linear` where one call can compute it; None for others.
 

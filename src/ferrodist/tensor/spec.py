@@ -78,6 +78,8 @@ class DTensorSpec:
     ) -> DTensorSpec:
         """The spec of these values; placements are as `check_placements` returns them, and None strides contiguous."""
         sizes = tuple(shape)
+        if torch.SymInt in map(type, (*sizes, *(stride or ()))):  # while a compiler traces: its graph is for this shape
+            sizes, stride = tuple(map(int, sizes)), None if stride is None else tuple(map(int, stride))
         steps = contiguous_stride(sizes) if stride is None else tuple(stride)
         key = (mesh.identity, tuple(placements), sizes, steps, dtype)
         with _lock:
@@ -150,6 +152,10 @@ class DTensorSpec:
                 coordinate[axis] = index
             found.append(local_sizes(self.shape, self.placements, mesh.shape, coordinate)[dim])
         return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensorSpec:
+        """The spec itself, which doesn't change and is the only one of its values; the compiler copies it."""
+        return self
 
     def __repr__(self) -> str:
         axes = ", ".join(

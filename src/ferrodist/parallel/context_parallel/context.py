@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -54,10 +55,10 @@ def context_parallel(
 
     Every call of that function by this thread counts, so the model must use it for all attention, of the sharded
     sequence only: a model of Hugging Face is made with ``attn_implementation="sdpa"``, without a cache and dropout in
-    attention, and ``model=`` of `context_shard_batch` refuses others that don't fit. A model with sliding windows
-    drops them without a word where it is given the mask, so don't use one. `torch.nn.MultiheadAttention` counts, too,
-    with ``need_weights=False``, as in torch's transformer layers; its mask may only be the causal one, of this rank's
-    number of tokens, with ``is_causal=True``.
+    attention, and ``model=`` of `context_shard_batch` refuses others that don't fit. transformers'
+    sliding windows are refused, unless no sequence is longer; other models may drop theirs without a word where they
+    are given the mask. `torch.nn.MultiheadAttention` counts, too, with ``need_weights=False``, as in torch's
+    transformer layers; its mask may only be the causal one, of this rank's number of tokens, with ``is_causal=True``.
 
     All else that a model does with tokens must be done to each by itself. An activation checkpoint runs attention anew
     in backward: call that inside of the block, too (outside of it `torch.utils.checkpoint` raises; that of another
@@ -72,8 +73,8 @@ def context_parallel(
         timeout: Seconds for each message; None takes the group's.
 
     Raises:
-        TypeError, ValueError: An argument is wrong; or by the call of attention on all ranks: it has a mask, dropout,
-            or heads that ranks can't share, or is `torch.nn.MultiheadAttention` with ``need_weights``.
+        TypeError, ValueError: An argument is wrong; or by the call of attention on all ranks: it has a mask, dropout, a
+            sliding window, or heads that ranks can't share, or is `torch.nn.MultiheadAttention` with ``need_weights``.
         RuntimeError: At the end of the block, if nothing in it called the function: the model has an attention of its
             own, which saw this rank's tokens only.
     """
@@ -123,7 +124,10 @@ class _AttentionMode(TorchFunctionMode):
             with self:
                 return _BACKWARDS[func](*args, **kwargs or {})
         if func is scaled_dot_product_attention:
-            return self._attention(*args, **kwargs or {})
+            # transformers' own attention gets the window as a keyword argument, and leaves it to the mask.
+            caller = sys._getframe(1).f_locals.get("kwargs")  # noqa: SLF001 - public by another name
+            window = caller.get("sliding_window") if isinstance(caller, dict) else None
+            return self._attention(*args, window=window, **kwargs or {})
         if func is multi_head_attention_forward:
             return multi_head_attention(self._attention, self._refuse, *args, **kwargs or {})
         return func(*args, **kwargs or {})
@@ -138,12 +142,20 @@ class _AttentionMode(TorchFunctionMode):
         is_causal: bool = False,  # noqa: FBT001, FBT002
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: FBT001, FBT002
+        *,
+        window: int | None = None,
     ) -> torch.Tensor:
         self.num_calls += 1
         if not torch.is_grad_enabled():
             backward.guard_checkpoints(lambda: self._depth > 0)
         try:
             causal = self._kind_of(attn_mask, is_causal=is_causal)
+            # No rank's estimate of the whole length is too small where that rank has the most tokens.
+            if window is not None and window < query.shape[-2] * self._group.world_size:
+                raise ValueError(  # noqa: TRY301 - on all ranks
+                    f"the model's attention has a sliding window of {window} tokens, and the whole sequence has more,"
+                    " which context parallelism has no mask for"
+                )
         except (TypeError, ValueError) as error:
             self._refuse(error)
         output = self._attend(

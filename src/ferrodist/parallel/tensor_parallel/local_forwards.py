@@ -17,6 +17,7 @@ from ferrodist.tensor.dtensor import DTensor, wrap_local
 from ferrodist.tensor.linear import linear
 from ferrodist.tensor.placement import Replicate
 from ferrodist.tensor.spec import DTensorSpec
+from ferrodist.torch_private.compilers import is_compiling
 from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class NormForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the layer."""
+        if is_compiling():
+            return self._forward(*args, **kwargs)
         module = self._forward.__self__
         parameters = own_parameters(module)
         if (
@@ -57,7 +60,6 @@ class NormForward:
             or not args
             or not all(isinstance(one, DTensor) and one.placements == _REPLICATED for one in args)
             or any(map(_is_sharded, parameters.values()))
-            or torch.compiler.is_compiling()
         ):
             return self._forward(*args, **kwargs)
         # The module's own code, on another module with local parameters: this one may run in other threads too.
@@ -79,13 +81,11 @@ class LinearForward:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear's forward has it
         """Compute the layer."""
+        if is_compiling():
+            return self._forward(input)  # type: ignore[no-any-return]
         module = self._forward.__self__
         given: Any = (input, module.weight, module.bias)
         result: torch.Tensor | None = None
-        if (
-            all(isinstance(one, DTensor) or one is None for one in given)
-            and not torch.is_autocast_enabled("cpu")
-            and not torch.compiler.is_compiling()
-        ):
+        if all(isinstance(one, DTensor) or one is None for one in given) and not torch.is_autocast_enabled("cpu"):
             result = linear(*given)
         return self._forward(input) if result is None else result

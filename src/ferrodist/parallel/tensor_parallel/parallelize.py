@@ -11,7 +11,13 @@ from ferrodist.arguments import check_bool, check_type
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
-from ferrodist.parallel.module_init import materialise, verify_across_ranks
+from ferrodist.parallel.module_init import (
+    LeaveEmpty,
+    empty_value,
+    materialise,
+    resolve_initialiser,
+    verify_across_ranks,
+)
 from ferrodist.parallel.tensor_parallel.async_linear import AsyncTPLinear
 from ferrodist.parallel.tensor_parallel.experts import ExpertStyle, IdentityExpert
 from ferrodist.parallel.tensor_parallel.local_forwards import make_local_forward
@@ -25,10 +31,9 @@ from ferrodist.parallel.tensor_parallel.wrapped_forwards import (
     ShardedForward,
 )
 from ferrodist.tensor.dtensor import DTensor, keep_grad_placements
-from ferrodist.tensor.factories import distribute
+from ferrodist.tensor.factories import distribute, full
 from ferrodist.tensor.placement import Placement, Replicate
 from ferrodist.torch_private.modules import own_buffers, own_parameters
-from ferrodist.transformers_models import find_transformers_initialiser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -64,7 +69,7 @@ def parallelize(
     gathers_outputs: bool = True,
     check: bool = False,
     fallback: str = "replicate",
-    init: Callable[[nn.Module], object] | None = None,
+    init: Callable[[nn.Module], object] | str | None = None,
 ) -> _Module:
     """Shard a module over the ranks of a mesh by a plan; every rank of the mesh calls this.
 
@@ -97,7 +102,8 @@ def parallelize(
             of the model counts whose forward was the last one on the mesh.
         init: ``init(module)`` initialises a module's own parameters and buffers if they were on the meta device; None
             calls ``module.reset_parameters()``, or in a transformers model its ``_init_weights(module)``. Every rank
-            calls it; rank 0's values are used.
+            calls it; rank 0's values are used. "empty" fills such parameters with NaN, for a load that follows: a rank
+            then allocates its shards alone, and nothing is sent. Buffers are initialised as by None.
 
     Returns:
         ``module``.
@@ -116,11 +122,11 @@ def parallelize(
     check_bool("gathers_outputs", gathers_outputs)
     check_bool("check", check)
     _check_fallback(fallback)
-    if init is not None and not callable(init):
-        raise TypeError(f"init must be a function of a module or None, not {type(init).__name__}")
+    initialise = resolve_initialiser(init, module)
     settings = f"gathers_outputs={gathers_outputs}, check={check}, fallback={fallback!r}"
-    init = init or find_transformers_initialiser(module)
-    styles = shard_module(module, mesh, plan, settings=settings, init=init)
+    if isinstance(initialise, LeaveEmpty):
+        settings += ", init='empty'"
+    styles = shard_module(module, mesh, plan, settings=settings, init=initialise)
     state = ParallelState(mesh, gathers=gathers_outputs, checks=check, replicates=fallback == "replicate")
     for path, one in module.named_modules():
         _wrap_forward(one, mesh, styles.get(path))
@@ -204,7 +210,10 @@ def _distribute(
             if own is None:
                 continue
             if own not in made:
-                distributed = distribute(getattr(owner, key).detach(), mesh, placements[own])
+                value = getattr(owner, key).detach()
+                distributed = (
+                    _empty(value, mesh, placements[own]) if value.is_meta else distribute(value, mesh, placements[own])
+                )
                 made[own] = nn.Parameter(distributed, requires_grad=own.requires_grad)
                 keep_grad_placements(made[own])
             setattr(owner, key, made[own])  # a module may have a list of its parameters, which this renews
@@ -213,6 +222,11 @@ def _distribute(
                 if buffer not in made:
                     made[buffer] = distribute(getattr(owner, key).detach(), mesh, Replicate())
                 own_buffers(owner)[key] = made[buffer]
+
+
+def _empty(value: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """A distributed tensor like one on the meta device, which `LeaveEmpty` has left there."""
+    return full(value.shape, empty_value(value.dtype), mesh=mesh, placements=placement, dtype=value.dtype)
 
 
 def _wrap_forward(module: nn.Module, mesh: DeviceMesh, style: Style | None, given: Placement | None = None) -> None:
