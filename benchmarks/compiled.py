@@ -74,13 +74,14 @@ def measure(kind: str, options: argparse.Namespace, group: Backend) -> tuple[lis
     times: tuple[list[float], list[float]] = [], []
     eager, state_of = make(kind, Model(options.width, options.blocks), group)
     other, compiled_state_of = make(kind, Model(options.width, options.blocks), group)
-    compiled = torch.compile(other, backend=options.backend)
+    compiled: Any = torch.compile(other, backend=options.backend)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (eager, other)]
     for step in range(_WARM_UP + options.steps):
         generator = torch.Generator().manual_seed(step if kind == "tensor parallel" else 2 * step + group.rank)
         inputs = torch.randn(options.rows, options.width, generator=generator)
         losses = []
-        for called, optimizer, own in zip((eager, compiled), optimizers, times, strict=True):
+        calls: list[Callable[..., torch.Tensor]] = [eager, compiled]
+        for called, optimizer, own in zip(calls, optimizers, times, strict=True):
             fd.barrier(group=group)
             start = time.perf_counter()
             loss = called(inputs).square().mean()
