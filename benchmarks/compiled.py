@@ -85,7 +85,7 @@ def measure(kind: str, options: argparse.Namespace, group: Backend) -> tuple[lis
             fd.barrier(group=group)
             start = time.perf_counter()
             loss = called(inputs).square().mean()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             if step >= _WARM_UP:
