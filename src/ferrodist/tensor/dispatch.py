@@ -124,7 +124,7 @@ def dispatch(
     cache = _find_cache(args, kwargs, dtensor_type)
     cached = cache.get(tuple(key))
     if cached is None:
-        _make_room(cache)
+        make_room(cache)
         rule = RULES.get(func)
         is_by_value = rule is not None and rule.depends_on_values
         cached = _KEYED_BY_VALUE if is_by_value else _prepare_outside_of_modes(func, args, kwargs, dtensor_type)
@@ -135,14 +135,14 @@ def dispatch(
         exact = (*key, _KEYED_BY_VALUE, torch.get_default_dtype(), *find_all(float, [*args, *kwargs.values()]))
         cached = cache.get(exact)
         if cached is None:
-            _make_room(cache)
+            make_room(cache)
             cached = cache[exact] = _prepare_outside_of_modes(func, args, kwargs, dtensor_type)
     if not isinstance(cached, CachedDispatch):
         return cached(*args, **kwargs)
     return _run(cached, func, args, kwargs, dtensor_type)
 
 
-def _make_room(cache: dict[Any, Any]) -> None:
+def make_room(cache: dict[Any, Any]) -> None:
     """Empty a full cache, before another entry is added."""
     if len(cache) >= _MAX_CACHED:
         cache.clear()

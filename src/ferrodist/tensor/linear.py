@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ferrodist.tensor.dispatch import make_room
 from ferrodist.tensor.dtensor import DTensor, redistribute_grad
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.compilers import outside_of_compiler
+
+_UNKNOWN: Any = object()  # what the cache has for placements that are new
 
 
 @outside_of_compiler
@@ -23,7 +26,10 @@ def linear(tensor: DTensor, weight: DTensor, bias: DTensor | None) -> torch.Tens
     """
     specs = (tensor._spec, weight._spec, None if bias is None else bias._spec)
     cache, key = specs[0].dispatch_cache, (id(_Linear), *specs)
-    placed = cache[key] if key in cache else cache.setdefault(key, _place(*specs))
+    placed = cache.get(key, _UNKNOWN)
+    if placed is _UNKNOWN:
+        make_room(cache)
+        placed = cache[key] = _place(*specs)
     if placed is None:
         return None
     made: torch.Tensor = _Linear.apply(tensor, weight, bias, placed)  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 import ferrodist as fd
+from ferrodist.tensor import dispatch
 from ferrodist.tensor.linear import linear
 from ferrodist.tensor.redistribute import record_redistributions
 from ferrodist.testing import run_ranks
@@ -78,6 +79,22 @@ def test_linear_leaves_other_placements_to_the_operators():
         ]
 
     assert run_ranks(program, 4) == [[None] * 6] * 4
+
+
+def test_linear_of_many_shapes_keeps_a_bounded_cache(monkeypatch):
+    """A network of linear layers alone, whose batches differ in shape, would fill the memory with placements."""
+    monkeypatch.setattr(dispatch, "_MAX_CACHED", 8)
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (2,))
+        weight = fd.distribute(random(8, 7), mesh, fd.Shard(0))
+        inputs = [fd.distribute(random(size, 7), mesh, R) for size in range(1, 31)]
+        results = [linear(one, weight, None).full_tensor().shape for one in inputs]
+        return results, len(weight._spec.dispatch_cache)
+
+    for results, num_cached in run_ranks(program, 2):
+        assert results == [(size, 8) for size in range(1, 31)]
+        assert num_cached <= 8
 
 
 def test_gradients_of_gradients_of_a_parallel_network():
