@@ -30,7 +30,7 @@ from ferrodist.tensor.replica_check import describe_module, describe_path
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import current_graph_task
 from ferrodist.torch_private.operators import can_decompose, private_aten, schema_of
-from ferrodist.torch_private.tensors import no_torch_dispatch
+from ferrodist.torch_private.tensors import call_heeding_conjugates, no_torch_dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,7 +124,7 @@ def compute_replicated(
         generator = next((one for one in full.values() if isinstance(one, torch.Generator)), None)
         check_generators(mesh, generator, str(func))
     positional, named = split_arguments(func, full)
-    results = func(*positional, **named)
+    results = call_heeding_conjugates(func, *positional, **named)
     for name in written:
         for tensor, value in zip(_listed(arguments[name]), _listed(full[name]), strict=True):
             if isinstance(tensor, dtensor_type):
@@ -200,6 +200,10 @@ def _wrap(result: Any, dtensor_type: Any, mesh: DeviceMesh, viewed: Any) -> Any:
     """A result as replicated distributed tensors; those that are views refuse writes, which would be lost."""
 
     def wrap(one: torch.Tensor) -> Any:
+        if one.layout is not torch.strided:
+            raise UnsupportedOpError(
+                f"distributed tensors are strided, and this result has layout {one.layout}: make it of full_tensor()"
+            )
         plain = one.resolve_conj().resolve_neg()
         spec = DTensorSpec.make(mesh, [Replicate()] * mesh.ndim, plain.shape, plain.dtype, plain.stride())
         if not isinstance(viewed, dtensor_type):
@@ -299,6 +303,9 @@ def _compute_into(functional: torch._ops.OpOverload, names: Sequence[str], /, *a
         if not torch.can_cast(result.dtype, out.dtype):
             raise RuntimeError(f"result type {result.dtype} of {functional} can't be cast to that of out, {out.dtype}")
     for out, result in zip(outs, results, strict=True):
+        if not hasattr(out, "_spec"):  # torch makes such itself, for results that it drops
+            out.resize_(result.shape).copy_(full_local(result))
+            continue
         target = out if out.shape == result.shape else rebind(out, result.to(out.dtype, copy=True))
         target.copy_(result)
     return outs[0] if len(outs) == 1 else tuple(outs)

@@ -21,6 +21,7 @@ def entry(op, *shapes, name="entry", in_place=None, supports_out=False):
 
     return SimpleNamespace(
         name=name,
+        variant_test_name="",
         op=op,
         inplace_variant=in_place,
         supports_out=supports_out,
