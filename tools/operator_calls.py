@@ -223,7 +223,9 @@ def _make_sample(info: Any, sample: Any, mode: Mode) -> _Sample | None:
         if mode is Mode.OUT:
             outs = _tensors(info.op(*_unpack(leaves, structure)[:1], *sample.args, **sample.kwargs))
         with _DrawingMode() as drawing:  # type: ignore[no-untyped-call]
-            result = call(*_unpack(leaves, structure), [torch.zeros_like(out) for out in outs])
+            call(*_unpack(leaves, structure), [torch.zeros_like(out) for out in outs])
+        # Not in the mode, in which torch ignores conjugate bits inside of operators.
+        result = call(*_unpack(leaves, structure), [torch.zeros_like(out) for out in outs])
     except Exception:  # noqa: BLE001 - torch refuses the call, so there is nothing to compare
         return None
     if mode is Mode.OUT and not outs:

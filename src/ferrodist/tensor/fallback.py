@@ -291,7 +291,7 @@ def _view_in_place(func: torch._ops.OpOverload, functional: Callable[..., Any], 
 
 def _compute_into(functional: torch._ops.OpOverload, names: Sequence[str], /, *args: Any, **kwargs: Any) -> Any:
     """Compute an operator and copy its results to the ``out`` arguments of some names."""
-    outs = [kwargs.pop(name) for name in names]
+    outs = [out for name in names for out in _listed(kwargs.pop(name))]
     computed = functional(*args, **kwargs)
     results = [computed] if isinstance(computed, torch.Tensor) else list(computed)
     for out, result in zip(outs, results, strict=True):
@@ -308,4 +308,5 @@ def _compute_into(functional: torch._ops.OpOverload, names: Sequence[str], /, *a
             continue
         target = out if out.shape == result.shape else rebind(out, result.to(out.dtype, copy=True))
         target.copy_(result)
-    return outs[0] if len(outs) == 1 else tuple(outs)
+    returns = len(schema_of(functional).returns) == len(outs)
+    return (outs[0] if len(outs) == 1 else tuple(outs)) if returns else None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ferrodist.tensor.op_strategy import EinsumPattern, einsum_rule, rule_table
+from ferrodist.tensor.op_strategy import EinsumPattern, einsum_rule, make_zeros, rule_table
 from ferrodist.tensor.ops.linear_algebra import heed_conjugates
 from ferrodist.tensor.ops.view import DimMap, dim_map_rule
 
@@ -20,6 +20,14 @@ def _transform(call: OpCall) -> EinsumPattern:
     transformed = {dim % max(ndim, 1) for dim in call["dim"]}
     labels = [None if dim in transformed else dim for dim in range(ndim)]
     return EinsumPattern(inputs=[labels], outputs=[labels], linear=((0,),))
+
+
+def _local_transform(call: OpCall) -> LocalFunction:
+    """The operator, or empty results of an empty shard, which torch's kernels refuse."""
+    if all(0 not in spec.local_shape for spec in call.placed_inputs):
+        return heed_conjugates(call)
+    outputs = call.outputs
+    return lambda *_: make_zeros(outputs)[0]
 
 
 def _split_numbers(call: OpCall) -> DimMap:
@@ -44,7 +52,7 @@ def _complex_view(call: OpCall) -> LocalFunction:
 
 
 RULES = rule_table(
-    (einsum_rule(_transform, local=heed_conjugates), "_fft_r2c.default _fft_c2r.default _fft_c2c.default"),
+    (einsum_rule(_transform, local=_local_transform), "_fft_r2c.default _fft_c2r.default _fft_c2c.default"),
     (dim_map_rule(_split_numbers), "view_as_real.default"),
     (einsum_rule(_join_numbers, local=_complex_view), "view_as_complex.default"),
 )

@@ -14,6 +14,7 @@ import torch
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, all_replicated, einsum_rule, rule_table
 from ferrodist.tensor.ops.pointwise import broadcast_labels
+from ferrodist.tensor.redistribute import full_local
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.operators import plain_call
 from ferrodist.torch_private.tensors import call_heeding_conjugates
@@ -32,7 +33,7 @@ def heed_conjugates(call: OpCall) -> LocalFunction:
 
 
 def _batch_shapes(call: OpCall, own_dims: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """The shapes of the dims before the matrices' own, for each input; ``own_dims`` has the numbers that are not two."""
+    """The shapes of the dims before the matrices' own, whose number is two if ``own_dims`` does not say otherwise."""
     found = []
     for name, value in call.arguments.items():
         if isinstance(value, DTensorSpec):
@@ -85,7 +86,7 @@ def _cross(call: OpCall) -> EinsumPattern:
 def _distances(call: OpCall) -> EinsumPattern:
     """Distances (..., P, R) of rows (..., P, M) and (..., R, M), or their gradient."""
     specs = call.inputs
-    first, second = (1, 2) if len(specs) == 4 else (0, 1)
+    first = 1 if len(specs) == 4 else 0
     ndim = specs[first].ndim
     is_equal = all(spec.ndim == ndim and spec.shape[:-2] == specs[0].shape[:-2] for spec in specs)
     batch: list[Any] = [*range(ndim - 2)] if is_equal else [None] * (ndim - 2)
@@ -93,11 +94,12 @@ def _distances(call: OpCall) -> EinsumPattern:
     def labels(spec_ndim: int, *own: str | None) -> list[Any]:
         return [*(batch if spec_ndim == ndim else [None] * (spec_ndim - 2)), *own]
 
-    one, other = labels(specs[first].ndim, "p", None), labels(specs[second].ndim, None if first else "r", None)
     if first:
-        pairs = labels(specs[0].ndim, "p", None)
-        return EinsumPattern(inputs=[pairs, one, other, pairs], outputs=[one])
-    return EinsumPattern(inputs=[one, other], outputs=[labels(call.results[0].ndim, "p", "r")])
+        return EinsumPattern(
+            inputs=[labels(spec.ndim, None, None) for spec in specs], outputs=[labels(ndim, None, None)]
+        )
+    inputs = [labels(specs[0].ndim, "p", None), labels(specs[1].ndim, "r", None)]
+    return EinsumPattern(inputs=inputs, outputs=[labels(call.results[0].ndim, "p", "r")])
 
 
 def _outer(call: OpCall) -> EinsumPattern:
@@ -129,7 +131,7 @@ RULES = rule_table(
             " linalg_cholesky_ex.default _linalg_eigh.default linalg_eig.default linalg_lu_factor_ex.default"
             " linalg_lu.default linalg_ldl_factor_ex.default cholesky.default cholesky_inverse.default"
             " cholesky_solve.default linalg_matrix_exp.default triangular_solve.default"
-            " linalg_solve_triangular.default geqrf.default _linalg_solve_ex.default _linalg_eigvals.default"
+            " linalg_solve_triangular.default _linalg_solve_ex.default _linalg_eigvals.default"
         ),
     ),
     (_rule(pivots=1), "linalg_ldl_solve.default linalg_lu_solve.default"),
@@ -137,7 +139,7 @@ RULES = rule_table(
     (_rule(input2=1), "ormqr.default"),
     (_rule(tau=1), "linalg_householder_product.default"),
     (_rule(atol=0, rtol=0), "linalg_pinv.atol_rtol_tensor"),
-    (_REPLICATED, "linalg_lstsq.default _pdist_forward.default _pdist_backward.default _trilinear.default"),
+    (_REPLICATED, "_pdist_forward.default _pdist_backward.default _trilinear.default"),
     (einsum_rule(_cross), "linalg_cross.default"),
     (einsum_rule(_distances), "_cdist_forward.default _cdist_backward.default"),
     (einsum_rule(_outer), "addr.default"),
@@ -153,7 +155,13 @@ def _dist(one: Any, other: Any, p: float = 2) -> Any:
     return torch.linalg.vector_norm(one - other, p)
 
 
+def _check_errors(info: Any, api_name: str, *, is_matrix: bool) -> None:
+    """Raise torch's error on all ranks if a kernel reports one for any matrix."""
+    _aten._linalg_check_errors(full_local(info), api_name, is_matrix=is_matrix)
+
+
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    _aten._linalg_check_errors.default: _check_errors,
     _aten.trace.default: _trace,
     _aten.dist.default: _dist,
 }

@@ -62,10 +62,9 @@ RULES = rule_table(
     (
         OpRule(strategies=all_replicated),
         (
-            "put.default histogram.bins_tensor histogram.bin_ct _unsafe_masked_index.default"
+            "put.default _unsafe_masked_index.default"
             " _unsafe_masked_index_put_accumulate.default segment_reduce.default _segment_reduce_backward.default"
-            " multi_margin_loss.default multi_margin_loss_backward.default multilabel_margin_loss_forward.default"
-            " multilabel_margin_loss_backward.default isin.Scalar_Tensor nonzero_static.default"
+            " isin.Scalar_Tensor nonzero_static.default"
             " linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor logspace.Tensor_Tensor"
             " logspace.Tensor_Scalar logspace.Scalar_Tensor"
         ),
