@@ -217,7 +217,9 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def find_substitute(func: torch._ops.OpOverload, dtensor_type: Any) -> Callable[..., Any]:
+def find_substitute(  # noqa: PLR0911 - a return for each kind of substitute
+    func: torch._ops.OpOverload, dtensor_type: Any
+) -> Callable[..., Any]:
     """A function that computes an operator without a rule by others, on full tensors, or raises."""
     if func in DECOMPOSITIONS:
         return DECOMPOSITIONS[func]
@@ -228,6 +230,8 @@ def find_substitute(func: torch._ops.OpOverload, dtensor_type: Any) -> Callable[
         return decomposed
     if torch.Tag.inplace_view in func.tags and (view := _functional_view(func)) is not None:
         return partial(_view_in_place, func, view)
+    if (new := _without_underscore(func)) is not None:
+        return partial(_compute_over, new)
     outs = [argument.name for argument in schema_of(func).arguments if argument.is_out]
     if (functional := _without_out(func, outs)) is not None:
         return partial(_compute_into, functional, outs)
@@ -276,6 +280,29 @@ def _without_out(func: torch._ops.OpOverload, outs: Sequence[str]) -> Any:
         if taken == wanted and (found in RULES or found in DECOMPOSITIONS or found in DATA_DEPENDENT):
             return found
     return None
+
+
+def _without_underscore(func: torch._ops.OpOverload) -> Any:
+    """The operator that returns as a new tensor what this one writes to its first argument; None if there is none."""
+    name = schema_of(func).name.partition("::")[2]
+    packet = getattr(_aten, name.removesuffix("_"), None)
+    found = getattr(packet, func._overloadname, None) if name.endswith("_") else None
+    arguments, taken = schema_of(func).arguments, schema_of(found).arguments if found is not None else []
+    is_same = [(one.name, str(one.type)) for one in arguments] == [(one.name, str(one.type)) for one in taken]
+    return found if is_same and (found in RULES or found in DECOMPOSITIONS) else None
+
+
+def _compute_over(functional: torch._ops.OpOverload, /, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute an operator's new tensor, and write it over the first argument."""
+    result = functional(tensor, *args, **kwargs)
+    if result.shape != tensor.shape:
+        raise UnsupportedOpError(
+            f"{functional} gives a tensor of shape {tuple(result.shape)}, and what is written has"
+            f" {tuple(tensor.shape)}: a distributed tensor keeps its shape"
+        )
+    if not torch.can_cast(result.dtype, tensor.dtype):
+        raise RuntimeError(f"result type {result.dtype} of {functional} can't be cast to {tensor.dtype}")
+    return tensor.copy_(result)
 
 
 def _view_in_place(func: torch._ops.OpOverload, functional: Callable[..., Any], /, tensor: Any, *args: Any) -> Any:
