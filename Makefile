@@ -2,6 +2,7 @@
 # make test    run all tests, with one summary at the end
 # make sanitize  run the native tests under the sanitizers
 # make test-torch TORCH=2.15.0  run the tests that touch torch's insides with another torch, in an environment of its own
+# make zoo     distribute models of many families in each way, against one process (45 minutes on 2 cores)
 # make bench   measure it beside gloo and MPI (25 minutes, on a quiet machine)
 # make check   formatting, lint, types, the dependency rule
 #
@@ -16,7 +17,7 @@ TORCH ?= 2.15.0
 TORCH_VENV := .venv-torch-$(TORCH)
 TORCH_INSTALLED := $(TORCH_VENV)/.installed
 
-.PHONY: demo test test-torch native sanitize bench check format support operators clean
+.PHONY: demo test test-torch native sanitize zoo bench check format support operators clean
 
 demo: $(INSTALLED)
 	$(BIN)/ferrodist demo
@@ -43,6 +44,11 @@ sanitize: $(INSTALLED)
 	$(call NATIVE_RUN,asan,100000)
 	$(call NATIVE_RUN,tsan,30000)
 
+# Some of it: tools/zoo.py has options.
+zoo: $(INSTALLED)
+	$(BIN)/python tools/zoo.py; status=$$?; \
+	$(BIN)/python tools/docs/zoo_page.py --write docs/zoo.md; exit $$status
+
 bench: $(INSTALLED)
 	$(BIN)/ferrodist bench --full --seconds 6 --output build/bench
 
@@ -60,6 +66,7 @@ format: $(INSTALLED)
 support: $(INSTALLED)
 	$(BIN)/python tools/docs/support_table.py --write docs/support.md
 	$(BIN)/python tools/docs/dtensor_operators.py --write docs/dtensor-operators.md
+	$(BIN)/python tools/docs/zoo_page.py --write docs/zoo.md
 
 # Twenty minutes on two cores; `--operators NAME ...` runs some and keeps the others' outcomes. Then `make support`.
 operators: $(INSTALLED)

@@ -1,9 +1,11 @@
 """Ring attention over 1, 2 and 4 ranks: time, peak memory a rank, and what overlapping messages saves.
 
-    python benchmarks/context_parallel.py [--tokens 8192 32768] [--ranks 1 2 4] [--rounds 3]
+    python benchmarks/context_parallel.py [--tokens 8192 32768] [--ranks 1 2 4] [--heads 4] [--rounds 3]
+    python benchmarks/context_parallel.py --tokens 32768 --heads 1 --rounds 0         # memory only
 
-Causal attention of one sequence, 4 heads of 64, float32, forward and backward, ranks as processes with one computing
-thread each. A figure is the slowest rank's time, the median of the rounds; variants alternate in the same processes.
+Causal attention of one sequence, heads of 64, float32, forward and backward, ranks as processes with one computing
+thread each. A time is the slowest rank's of a round; the median of the rounds and the fastest are printed, which is
+the less disturbed on a machine that does other work. Variants alternate in the same processes, in turns the first.
 Memory is the growth of a rank's peak resident memory over that before the inputs were made, inputs and gradients
 included, in a fresh process. Outputs and gradients are compared with those of one process up to 8192 tokens, and
 beyond with those of the same queries of the last 64 tokens.
@@ -22,14 +24,14 @@ from torch.nn.functional import scaled_dot_product_attention
 import ferrodist as fd
 from ferrodist.testing import run_ranks
 
-HEADS, SIZE, CHECKED = 4, 64, 64
+SIZE, CHECKED = 64, 64
 TOLERANCE = 1e-5
 
 
-def make_inputs(length: int) -> list[torch.Tensor]:
+def make_inputs(length: int, heads: int) -> list[torch.Tensor]:
     """Query, key, value and the gradient of the output, the same on every rank."""
     generator = torch.Generator().manual_seed(length)
-    return [torch.randn(1, HEADS, length, SIZE, generator=generator) for _ in range(4)]
+    return [torch.randn(1, heads, length, SIZE, generator=generator) for _ in range(4)]
 
 
 def step(group: fd.Backend, parts: list[torch.Tensor], *, overlap: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -44,27 +46,27 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure_memory(group: fd.Backend, length: int) -> float:
+def measure_memory(group: fd.Backend, length: int, heads: int) -> float:
     """MiB that a step adds to a rank's peak."""
     torch.set_num_threads(1)
     local = fd.context_shard(torch.empty(length), 0, group).shape[0]
-    small = [torch.randn(1, HEADS, 64, SIZE) for _ in range(4)]
+    small = [torch.randn(1, heads, 64, SIZE) for _ in range(4)]
     step(group, small, overlap=True)
     before = peak_bytes()
-    step(group, [torch.randn(1, HEADS, local, SIZE) for _ in range(4)], overlap=True)
+    step(group, [torch.randn(1, heads, local, SIZE) for _ in range(4)], overlap=True)
     return (peak_bytes() - before) / 2**20
 
 
-def measure_time(group: fd.Backend, length: int, rounds: int) -> dict[bool, list[float]]:
+def measure_time(group: fd.Backend, length: int, heads: int, rounds: int) -> dict[bool, list[float]]:
     """Seconds of each round, with and without overlap; the results are checked first."""
     torch.set_num_threads(1)
-    whole = make_inputs(length)
+    whole = make_inputs(length, heads)
     parts = [fd.context_shard(x, 2, group) for x in whole]
     output, grads = step(group, parts, overlap=True)
     check(whole, [fd.context_unshard(x, 2, group) for x in (output, *grads)])
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(rounds):
-        for overlap in (True, False):
+    for each in range(rounds):
+        for overlap in (True, False) if each % 2 else (False, True):
             fd.barrier(group=group)
             start = time.perf_counter()
             step(group, parts, overlap=overlap)
@@ -91,29 +93,37 @@ def check(whole: list[torch.Tensor], results: list[torch.Tensor]) -> None:
             raise SystemExit(f"a result differs from one process's by {error} of its largest value")
 
 
+def times(length: int, heads: int, num_ranks: int, rounds: int) -> str:
+    """Median and fastest times with and without overlap, as text."""
+    results = run_ranks(
+        lambda group: measure_time(group, length, heads, rounds), num_ranks, backend="native", timeout=600
+    )
+    texts = []
+    for overlap, name in ((True, "with overlap"), (False, "without")):
+        slowest = [max(each) for each in zip(*[result[overlap] for result in results], strict=True)]
+        texts.append(f"{name} median {statistics.median(slowest):.4f} s, fastest {min(slowest):.4f} s")
+    return "; ".join(texts)
+
+
 def main() -> None:
     """Print a line for each length and number of ranks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     for length in options.tokens:
         for num_ranks in options.ranks:
-            memory = max(run_ranks(lambda g, n=length: measure_memory(g, n), num_ranks, backend="native", timeout=600))
-            rounds = options.rounds
-            results = run_ranks(
-                lambda g, n=length, r=rounds: measure_time(g, n, r), num_ranks, backend="native", timeout=600
+            memory = max(
+                run_ranks(
+                    lambda g, n=length: measure_memory(g, n, options.heads), num_ranks, backend="native", timeout=600
+                )
             )
-            overlapped, plain = (
-                statistics.median(max(each) for each in zip(*[r[o] for r in results], strict=True))
-                for o in (True, False)
-            )
-            print(
-                f"{length} tokens, {num_ranks} ranks: {overlapped:.2f} s, {plain:.2f} s without overlap,"
-                f" {memory:.0f} MiB a rank",
-                flush=True,
-            )
+            line = f"{length} tokens, {num_ranks} ranks: {memory:.0f} MiB a rank"
+            if options.rounds:
+                line += f"; {times(length, options.heads, num_ranks, options.rounds)}"
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

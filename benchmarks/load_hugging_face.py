@@ -64,9 +64,9 @@ def load(way: str, group: fd.Backend, folder: str, config: transformers.LlamaCon
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     if way == "parallelize":
-        fd.parallelize(model, fd.DeviceMesh(group, (group.world_size,), ("tensor",)), "auto")
+        fd.parallelize(model, fd.DeviceMesh(group, (group.world_size,), ("tensor",)), "auto", init="empty")
     else:
-        model = fd.FSDP(model, group, wrap=type(model.model.layers[0]))
+        model = fd.FSDP(model, group, wrap=type(model.model.layers[0]), init="empty")
     return fd.checkpoint.load_hugging_face(folder, model, group=group)
 
 

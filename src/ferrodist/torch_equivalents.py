@@ -3,7 +3,6 @@
 _RESULT = "which returns its result (out=tensor writes it in place)"
 
 _HINTS = {
-    "HuggingFaceStorageReader": "use ferrodist.checkpoint.load_hugging_face",
     "all_gather_coalesced": "use ferrodist.all_gather in ferrodist.coalesce",
     "all_gather_into_tensor": f"use ferrodist.all_gather, {_RESULT}",
     "all_gather_single": f"use ferrodist.all_gather, {_RESULT}",
@@ -33,6 +32,7 @@ _HINTS = {
     "get_world_size": "use the property world_size of a group: ferrodist.default_group().world_size",
     "group": "use ferrodist.default_group() for group.WORLD",
     "GroupMember": "use ferrodist.NonMemberGroup for GroupMember.NON_GROUP_MEMBER, and the property is_member",
+    "HuggingFaceStorageReader": "use ferrodist.checkpoint.load_hugging_face",
     "init_device_mesh": "use ferrodist.DeviceMesh(group, shape, axis_names)",
     "init_rpc": "use ferrodist.rpc.RpcContext",
     "irecv": "use ferrodist.recv or ferrodist.recv_into, which wait, or ferrodist.batch for several messages at once",

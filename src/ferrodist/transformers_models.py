@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +43,7 @@ def find_transformers_initialiser(root: torch.nn.Module) -> Callable[[torch.nn.M
         reset = getattr(module, "reset_parameters", None)
         if reset is None:
             raise UnsupportedOpError(
-                f"a {type(module).__name__} is on the meta device, in no transformers model, and has no"
+                f"{with_article(type(module).__name__)} is on the meta device, in no transformers model, and has no"
                 " reset_parameters(): pass init=, a function that initialises a module's parameters and buffers"
             )
         reset()

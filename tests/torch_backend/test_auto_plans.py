@@ -1,6 +1,7 @@
 """`parallelize(model, mesh, "auto")`: whole models by their own plans, or their families', compute as one process."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -35,6 +36,22 @@ def deepseek_v3():
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
     experts["experts_implementation"] = "eager"  # others take no float64
     return decoder("DeepseekV3", num_key_value_heads=4, n_group=1, topk_group=1, **sizes, **experts)
+
+
+def longcat():
+    """Experts of which some return their tokens, and have no parameters."""
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 16}
+    return decoder("LongcatFlash", num_layers=1, ffn_hidden_size=48, head_dim=8, **sizes, **experts)
+
+
+def mamba2():
+    """State spaces, of which the embedding alone is sharded."""
+    config = transformers.Mamba2Config(
+        vocab_size=64, hidden_size=32, state_size=8, head_dim=16, num_heads=4, n_groups=1, num_hidden_layers=1, **TOKENS
+    )
+    batch = {"input_ids": words(2, 10), "labels": words(2, 10)}
+    return transformers.Mamba2ForCausalLM(config), None, batch, None
 
 
 def bloom():
@@ -84,6 +101,8 @@ def gradients(model, batch):
         (gpt_neox, 13),
         (mixtral, 14),
         (deepseek_v3, 10),
+        (longcat, 16),
+        (mamba2, 2),
         (gpt2, 13),
         (bloom, 13),
         (bert, 22),
@@ -103,7 +122,9 @@ def test_a_whole_model_by_its_own_plan(family, num_sharded):
 
     def program(group):
         mesh = fd.DeviceMesh(group, (-1,), ("tensor",))
-        mine = fd.parallelize(copy.deepcopy(model), mesh, "auto")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="the plan of Mamba2ForCausalLM shards no layer")
+            mine = fd.parallelize(copy.deepcopy(model), mesh, "auto")
         # Some of transformers' own steps are in float32.
         torch.testing.assert_close(gradients(mine, batch), expected, rtol=1e-5, atol=1e-6, check_dtype=False)
         return sum(one.placements != (Replicate(),) for one in mine.parameters())

@@ -37,6 +37,8 @@ NOT_TORCH_S = {
     "_rm_file": "fsspec",
     "_condition": "concurrent.futures",
     "_done_callbacks": "concurrent.futures",
+    "_init_weights": "transformers",
+    "_attn_implementation": "transformers",
 }
 """Private names that are other libraries', by whose."""
 

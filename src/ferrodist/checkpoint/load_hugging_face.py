@@ -70,7 +70,7 @@ def load_hugging_face(
     such as the rotary frequencies of a transformers model (buffers that ``state_dict()`` leaves out), is initialised
     by the module that has it: by ``init``, else as ``from_pretrained`` does it, by the ``_init_weights`` of the
     transformers model around it, else by its ``reset_parameters()``. `parallelize` and `FSDP` have initialised a meta
-    model in the same way already.
+    model in the same way already; with ``init="empty"`` all but its parameters, which are NaN until they are loaded.
 
     Args:
         path: The folder, or its URL.

@@ -260,7 +260,7 @@ def check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
         raise TypeError(f"{where} is a nested tensor, which has no single shape: save its components, tensor.unbind()")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"{where} is a {tensor.layout} tensor: save to_dense() of it")
-    if hasattr(tensor, "__tensor_flatten__"):
+    if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, DTensor):
         raise TypeError(f"{where} is {with_article(type(tensor).__qualname__)}, made of other tensors: save these")
     if getattr(tensor, "_local", tensor).device.type == "meta":
         raise TypeError(f"{where} is on the meta device and has no elements: materialize it first")

@@ -13,6 +13,7 @@ from ferrodist.collectives.arguments import elements_overlap
 from ferrodist.collectives.objects import all_gather_object, broadcast_object
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError, add_error_context
 from ferrodist.torch_private.modules import own_buffers, own_parameters
+from ferrodist.transformers_models import find_transformers_initialiser
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
@@ -122,9 +123,48 @@ def has_meta_tensors(module: torch.nn.Module) -> bool:
     return any(tensor is not None and tensor.is_meta for tensor in tensors)
 
 
+class LeaveEmpty:
+    """The initialiser that ``init="empty"`` stands for: parameters are left out, since they are loaded later.
+
+    A module that has buffers on the meta device too is initialised whole, by ``other``: buffers may be in no file.
+    """
+
+    def __init__(self, other: Initialiser | None) -> None:
+        self.other = other
+
+    def __call__(self, module: torch.nn.Module) -> None:
+        """Do nothing; `materialise` calls the other one."""
+
+
+def resolve_initialiser(init: object, module: torch.nn.Module) -> Initialiser | None:
+    """The function that an argument ``init`` stands for; None is that of each module. TypeError, ValueError."""
+    if init is None:
+        return find_transformers_initialiser(module)
+    if isinstance(init, str):
+        if init != "empty":
+            raise ValueError(f'init must be a function of a module, "empty" or None, not {init!r}')
+        return LeaveEmpty(find_transformers_initialiser(module))
+    if not callable(init):
+        raise TypeError(f'init must be a function of a module, "empty" or None, not {type(init).__name__}')
+    found: Initialiser = init
+    return found
+
+
+def empty_value(dtype: torch.dtype) -> float:
+    """What parameters have until they are loaded: NaN, so that none is used before; 0 in dtypes without it."""
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+
+
+def _has_meta_buffers(module: torch.nn.Module) -> bool:
+    return any(buffer is not None and buffer.is_meta for buffer in own_buffers(module).values())
+
+
 def find_initialiser(name: str, module: torch.nn.Module, init: Initialiser | None) -> Initialiser:
     """The function that initialises a module's own tensors: ``init``, or its ``reset_parameters``."""
-    initialise = init if init is not None else getattr(type(module), "reset_parameters", None)
+    if isinstance(init, LeaveEmpty) and not _has_meta_buffers(module):
+        return init
+    other = init.other if isinstance(init, LeaveEmpty) else init
+    initialise = other if other is not None else getattr(type(module), "reset_parameters", None)
     if initialise is None:
         raise UnsupportedOpError(
             f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(): pass"
@@ -136,8 +176,11 @@ def find_initialiser(name: str, module: torch.nn.Module, init: Initialiser | Non
 def materialise(
     name: str, module: torch.nn.Module, init: Initialiser | None, device: torch.device | str = "cpu"
 ) -> None:
-    """Allocate and initialise a module's own tensors that are on the meta device; others keep their values."""
-    if not has_meta_tensors(module):
+    """Allocate and initialise a module's own tensors that are on the meta device; others keep their values.
+
+    `LeaveEmpty` leaves a module on the meta device that has parameters there alone.
+    """
+    if not has_meta_tensors(module) or (isinstance(init, LeaveEmpty) and not _has_meta_buffers(module)):
         return
     initialise = find_initialiser(name, module, init)
     tensors = {**own_parameters(module), **own_buffers(module)}

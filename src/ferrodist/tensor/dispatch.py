@@ -36,6 +36,7 @@ from ferrodist.tensor.plain_tensors import (
 )
 from ferrodist.tensor.redistribute import redistribute_local
 from ferrodist.tensor.spec import DTensorSpec
+from ferrodist.torch_private.modes import no_modes, num_dispatch_modes
 from ferrodist.torch_private.operators import plain_call, private_aten, schema_of
 
 if TYPE_CHECKING:
@@ -96,8 +97,9 @@ class CachedDispatch:
 def cache_key(value: Any, dtensor_type: Any) -> Any:
     """The contribution of an argument to the key of a cached call."""
     kind = type(value)
-    if kind is int or value is None:
-        return value
+    if kind is int or value is None or kind is torch.SymInt:
+        # A SymInt is there while a compiler traces, whose graph is then for this number.
+        return value if kind is not torch.SymInt else int(value)
     if kind is float or kind is bool:
         return kind if kind is float else (kind, value)  # True, 1 and 1.0 are equal
     if kind is dtensor_type:
@@ -130,7 +132,7 @@ def dispatch(
         _make_room(cache)
         rule = RULES.get(func)
         is_by_value = rule is not None and rule.depends_on_values
-        cached = _KEYED_BY_VALUE if is_by_value else _prepare(func, args, kwargs, dtensor_type)
+        cached = _KEYED_BY_VALUE if is_by_value else _prepare_outside_of_modes(func, args, kwargs, dtensor_type)
         if isinstance(cached, CachedDispatch) and _depends_on_default_dtype(cached, [*args, *kwargs.values()]):
             cached = _KEYED_BY_VALUE
         cache[tuple(key)] = cached
@@ -139,7 +141,7 @@ def dispatch(
         cached = cache.get(exact)
         if cached is None:
             _make_room(cache)
-            cached = cache[exact] = _prepare(func, args, kwargs, dtensor_type)
+            cached = cache[exact] = _prepare_outside_of_modes(func, args, kwargs, dtensor_type)
     if not isinstance(cached, CachedDispatch):
         return cached(*args, **kwargs)
     return _run(cached, func, args, kwargs, dtensor_type)
@@ -234,6 +236,16 @@ def _written_arguments(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
     """The positions and names of the arguments that an operator writes to; schemas are slow to read."""
     arguments = enumerate(schema_of(func).arguments)
     return [(index, argument.name) for index, argument in arguments if argument.is_write]
+
+
+def _prepare_outside_of_modes(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], dtensor_type: Any
+) -> CachedDispatch | Callable[..., Any]:
+    """`_prepare`, whose operators on the meta device are not part of a graph that a compiler traces."""
+    if not num_dispatch_modes():
+        return _prepare(func, args, kwargs, dtensor_type)
+    with no_modes():
+        return _prepare(func, args, kwargs, dtensor_type)
 
 
 def _prepare(

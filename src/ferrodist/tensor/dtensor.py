@@ -19,6 +19,7 @@ from ferrodist.tensor.redistribute_plan import RedistributePlan, make_plan
 from ferrodist.tensor.shape_agreement import agree_on_shape
 from ferrodist.tensor.spec import DTensorSpec, check_placements
 from ferrodist.torch_private.autograd import backward_hooks, current_graph_task
+from ferrodist.torch_private.compilers import is_called_by_compiler, not_compiled, outside_of_compiler
 from ferrodist.torch_private.tensors import base_data, call_plain, is_held_once, make_wrapper
 from ferrodist.wording import with_article
 
@@ -37,6 +38,7 @@ _ANY = DispatchKind.ANY
 _SHARED = ViewKind.SHARED
 
 
+@not_compiled
 class DTensor(torch.Tensor):
     """A tensor distributed over a mesh, of which each rank has its local shard.
 
@@ -192,6 +194,26 @@ class DTensor(torch.Tensor):
         made: DTensor = _FromLocal.apply(local.resolve_conj().resolve_neg(), spec)  # type: ignore[no-untyped-call]
         return made
 
+    # The compiler takes DTensors apart by these methods, and traces operators on the shards.
+
+    def __tensor_flatten__(self) -> tuple[list[str], DTensorSpec]:
+        return ["_local"], self._spec
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], spec: DTensorSpec, outer_size: object, outer_stride: object
+    ) -> DTensor:
+        del outer_size, outer_stride  # they are the spec's
+        return DTensor._wrap(inner["_local"], spec)
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        return _redistribute(self, self._spec.without_partial)
+
+    def __coerce_same_metadata_as_tangent__(self, spec: DTensorSpec, expected_type: type | None = None) -> torch.Tensor:
+        """A gradient with the placements that a compiled backward was made for."""
+        del expected_type
+        return _redistribute(self, self._spec.with_placements(spec.placements))
+
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh over which the tensor is distributed."""
@@ -236,7 +258,7 @@ class DTensor(torch.Tensor):
         Returns:
             A tensor that shares memory with this one if the placements are the same.
         """
-        target = self._spec.with_placements(check_placements(self.mesh, placements, self.shape))
+        target = self._spec.resolve(placements)
         if not (self.requires_grad and torch.is_grad_enabled()):
             return _redistribute(self, target)
         made: DTensor = _Redistribute.apply(self, target)  # type: ignore[no-untyped-call]
@@ -244,7 +266,7 @@ class DTensor(torch.Tensor):
 
     def plan(self, placements: Placement | Sequence[Placement]) -> RedistributePlan:
         """The plan of a `redistribute`; print it to see the collectives and their bytes."""
-        return make_plan(self._spec, self._spec.with_placements(check_placements(self.mesh, placements, self.shape)))
+        return make_plan(self._spec, self._spec.resolve(placements))
 
     @property
     def data(self) -> DTensor:
@@ -331,6 +353,8 @@ for _operator, _method in _WRITES.items():
 def _refusal(name: str) -> Callable[..., Any]:
     def refuse(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         """Refused, since each rank has a shard: call it on `full_tensor` or `to_local`."""
+        if name == "untyped_storage" and is_called_by_compiler():  # which asks whether tensors share memory
+            return torch.Tensor.untyped_storage(self)
         del self, args, kwargs
         shown = "numpy" if name == "__array__" else name
         raise TypeError(
@@ -364,7 +388,7 @@ def _owned_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_alone else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _redistribute_grad(grad: torch.Tensor, placements: tuple[Placement, ...], mesh: DeviceMesh) -> DTensor:
+def redistribute_grad(grad: torch.Tensor, placements: tuple[Placement, ...], mesh: DeviceMesh) -> DTensor:
     """A gradient with some placements: itself if it has them, so that autograd knows who else holds it.
 
     The gradient is plain, and counts as replicated, if the tensor was written to a plain one, as a buffer.
@@ -385,7 +409,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
-        return _redistribute_grad(grads[0], ctx.placements, ctx.mesh), None
+        return redistribute_grad(grads[0], ctx.placements, ctx.mesh), None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -413,7 +437,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
         spec: DTensorSpec = ctx.spec
-        local = _redistribute_grad(grads[0], spec.without_partial.placements, spec.mesh).to_local()
+        local = redistribute_grad(grads[0], spec.without_partial.placements, spec.mesh).to_local()
         for placement, num_ranks in zip(spec.placements, spec.mesh.shape, strict=True):
             if isinstance(placement, Partial):
                 if placement.op not in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -424,14 +448,21 @@ class _FromLocal(torch.autograd.Function):
         return local, None
 
 
-class _GradPlacementHook:
-    """The hook of `keep_grad_placements`."""
+@outside_of_compiler
+def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """`DTensor.from_local` of a shard that is known to fit a spec. Differentiable."""
+    made: DTensor = _FromLocal.apply(local, spec)  # type: ignore[no-untyped-call]
+    return made
 
-    def __init__(self, parameter: DTensor) -> None:
-        self._placements = parameter.placements
+
+class _GradPlacementHook:
+    """The hook of `keep_grad_placements` and `reduce_grad_once`."""
+
+    def __init__(self, tensor: DTensor) -> None:
+        self._placements, self._mesh = tensor._spec.without_partial.placements, tensor.mesh
 
     def __call__(self, grad: Any) -> Any:
-        return grad if grad.placements == self._placements else grad.redistribute(self._placements)
+        return redistribute_grad(grad, self._placements, self._mesh)
 
 
 def keep_grad_placements(parameter: torch.Tensor) -> None:
@@ -440,13 +471,22 @@ def keep_grad_placements(parameter: torch.Tensor) -> None:
     Gradients are right under any placements; but a partial one would be reduced anew by each operator that reads it.
     """
     assert isinstance(parameter, DTensor), "others have no placements"
-    has_hook = any(map(is_grad_placement_hook, backward_hooks(parameter).values()))
-    if not has_hook and (parameter.is_floating_point() or parameter.is_complex()):
+    if parameter.is_floating_point() or parameter.is_complex():
         # Frozen parameters may be trained later, and only those that require grad take a hook.
         requires_grad = parameter.requires_grad
         parameter.requires_grad_(True)
-        parameter.register_hook(_GradPlacementHook(parameter))  # type: ignore[no-untyped-call]
+        reduce_grad_once(parameter)
         parameter.requires_grad_(requires_grad)
+
+
+@outside_of_compiler
+def reduce_grad_once(tensor: DTensor) -> None:
+    """Redistribute the sum of a tensor's gradients to the tensor's placements.
+
+    A `redistribute` for each of several layers that take the tensor would reduce the gradient of each by itself.
+    """
+    if not any(map(is_grad_placement_hook, backward_hooks(tensor).values())):
+        tensor.register_hook(_GradPlacementHook(tensor))  # type: ignore[no-untyped-call]
 
 
 def is_grad_placement_hook(hook: object) -> bool:

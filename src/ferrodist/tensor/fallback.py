@@ -29,6 +29,7 @@ from ferrodist.tensor.redistribute_plan import make_plan
 from ferrodist.tensor.replica_check import describe_module, describe_path
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import current_graph_task
+from ferrodist.torch_private.compilers import is_traced
 from ferrodist.torch_private.operators import can_decompose, private_aten, schema_of
 from ferrodist.torch_private.tensors import call_heeding_conjugates, no_torch_dispatch
 
@@ -122,6 +123,8 @@ def compute_replicated(
         full[name] = map_tensors(torch.clone, full[name], torch.Tensor) if is_distributed else given[name]
     if torch.Tag.nondeterministic_seeded in func.tags:
         generator = next((one for one in full.values() if isinstance(one, torch.Generator)), None)
+        if any(map(is_traced, find_all(torch.Tensor, [*full.values()]))):
+            raise UnsupportedOpError(f"{func} of distributed tensors is not compiled: call it outside of torch.compile")
         check_generators(mesh, generator, str(func))
     positional, named = split_arguments(func, full)
     results = call_heeding_conjugates(func, *positional, **named)

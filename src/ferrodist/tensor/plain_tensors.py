@@ -35,7 +35,9 @@ from ferrodist.tensor.placement import Replicate
 from ferrodist.tensor.redistribute import full_local
 from ferrodist.tensor.replica_check import ReplicaCheck, check_replicated, describe_module
 from ferrodist.tensor.spec import DTensorSpec
+from ferrodist.tensor.traced import traced_check
 from ferrodist.torch_private.autograd import base_of, current_graph_task
+from ferrodist.torch_private.compilers import is_traced
 from ferrodist.torch_private.operators import schema_of
 from ferrodist.wording import with_article
 
@@ -121,7 +123,10 @@ def replicate_plain(
     def wrap(tensor: torch.Tensor) -> Any:
         if isinstance(tensor, dtensor_type):
             return tensor
-        if not only_scalars and tensor.numel() and tensor.dim():
+        if is_traced(tensor):
+            if not only_scalars and tensor.numel() and tensor.dim() and id(tensor) not in overwritten:
+                tensor = traced_check(tensor, func, mesh)
+        elif not only_scalars and tensor.numel() and tensor.dim():
             check_plain(
                 func, tensor, mesh, is_temporary=id(tensor) in temporaries, is_overwritten=id(tensor) in overwritten
             )

@@ -17,7 +17,10 @@ from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.general_all_to_all import general_all_to_all
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.tensor.redistribute_plan import RedistributeKind, RedistributeStep, innermost_blocks, make_plan
+from ferrodist.tensor.replica_check import check_replicated
 from ferrodist.tensor.spec import DTensorSpec, shard_of, split_blocks
+from ferrodist.tensor.traced import define_operators, traced_redistribute
+from ferrodist.torch_private.compilers import is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -80,6 +83,8 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
     """
     if source is target:
         return local
+    if is_traced(local):
+        return traced_redistribute(local, source, target)
     for step in make_plan(source, target).steps:
         _record(step)
         local = _STEP_FUNCTIONS[step.kind](local, step)
@@ -195,3 +200,5 @@ _STEP_FUNCTIONS: dict[RedistributeKind, Callable[[torch.Tensor, RedistributeStep
     RedistributeKind.ALL_TO_ALL: _all_to_all,
     RedistributeKind.EXCHANGE: lambda local, step: general_all_to_all(local, step.before, step.after, step.group),
 }
+
+define_operators(redistribute_local, check_replicated)

@@ -14,6 +14,7 @@ from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.errors import CollectiveMismatchError, add_error_context
 from ferrodist.torch_private.autograd import current_graph_task, queue_callback, version_of
+from ferrodist.torch_private.compilers import not_compiled
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     """The module's path, the operator, the tensor's dtype and shape, and a digest of its elements."""
 
 
+@not_compiled
 class ReplicaCheck:
     """Compares the plain tensors that a parallel module's code uses with distributed ones.
 

@@ -46,6 +46,7 @@ class DTensorSpec:
         "plans",
         "shape",
         "stride",
+        "targets",
         "wrapper_arguments",
     )
 
@@ -59,10 +60,12 @@ class DTensorSpec:
     wrapper_arguments: tuple[Any, ...]
     """The arguments that make a wrapper of this shape, strides and dtype, without memory."""
     plans: dict[DTensorSpec, Any]  # the plans to other specs, as `redistribute_plan.make_plan` found them
+    targets: dict[Any, DTensorSpec]  # what `resolve` found
     dispatch_cache: dict[Any, Any]
     """The calls that `dispatch` prepared for tensors of the mesh's group.
 
-    The key of a call is a tuple that begins with the id of its operator. `ops.embedding` has records here too.
+    The key of a call is a tuple that begins with the id of its operator. `ops.embedding` and `linear` have records here
+    too.
     """
 
     @staticmethod
@@ -75,6 +78,8 @@ class DTensorSpec:
     ) -> DTensorSpec:
         """The spec of these values; placements are as `check_placements` returns them, and None strides contiguous."""
         sizes = tuple(shape)
+        if torch.SymInt in map(type, (*sizes, *(stride or ()))):  # while a compiler traces: its graph is for this shape
+            sizes, stride = tuple(map(int, sizes)), None if stride is None else tuple(map(int, stride))
         steps = contiguous_stride(sizes) if stride is None else tuple(stride)
         key = (mesh.identity, tuple(placements), sizes, steps, dtype)
         with _lock:
@@ -91,6 +96,7 @@ class DTensorSpec:
                     local_shape=tuple(local_sizes(sizes, placements, mesh.shape, coordinate)),
                     wrapper_arguments=(sizes, steps, None, None, dtype, torch.strided, torch.device("cpu")),
                     plans={},
+                    targets={},
                     dispatch_cache=mesh.parent.attachments.setdefault(_DISPATCH_CACHE, {}),
                 )
         return found
@@ -98,6 +104,16 @@ class DTensorSpec:
     def with_placements(self, placements: Sequence[Placement]) -> DTensorSpec:
         """The same tensor with other placements."""
         return DTensorSpec.make(self.mesh, placements, self.shape, self.dtype, self.stride)
+
+    def resolve(self, placements: Placement | Sequence[Placement]) -> DTensorSpec:
+        """The same tensor with placements as users give them, which are checked."""
+        try:
+            return self.targets[placements]
+        except (KeyError, TypeError):  # new ones, or a list
+            found = self.with_placements(check_placements(self.mesh, placements, self.shape))
+            if isinstance(placements, Shard | Replicate | Partial | tuple):
+                self.targets[placements] = found
+            return found
 
     @property
     def replicated(self) -> DTensorSpec:
@@ -136,6 +152,10 @@ class DTensorSpec:
                 coordinate[axis] = index
             found.append(local_sizes(self.shape, self.placements, mesh.shape, coordinate)[dim])
         return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensorSpec:
+        """The spec itself, which doesn't change and is the only one of its values; the compiler copies it."""
+        return self
 
     def __repr__(self) -> str:
         axes = ", ".join(

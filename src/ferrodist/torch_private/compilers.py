@@ -2,6 +2,9 @@
 
 ===================================================  ====================================
 `torch._C._dynamo.eval_frame`                        2.10 to 2.15, else `torch.compiler.disable`
+`_dynamo_marked_constant`                            2.10 to 2.15; tensor parallel models are
+                                                     compiled with breaks without
+`FakeTensor`, `FunctionalTensor`                     2.10 to 2.15, by their names
 `_torchdynamo_disable`, `_torchdynamo_disable_msg`   2.10 to 2.15
 ===================================================  ====================================
 """
@@ -11,12 +14,13 @@ from __future__ import annotations
 import inspect
 import sys
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 try:
     from torch._C import _dynamo  # unlike torch._dynamo it is loaded already
@@ -27,7 +31,22 @@ try:
 except (ImportError, AttributeError):
     _set_strategy = None
 
-__all__ = ["not_compiled", "outside_of_compiler"]
+__all__ = [
+    "allow_in_graphs",
+    "is_called_by_compiler",
+    "is_compiling",
+    "is_traced",
+    "not_compiled",
+    "outside_of_compiler",
+    "run_while_tracing",
+]
+
+is_compiling: Any = torch.compiler.is_compiling
+
+_COMPILER_FILES = tuple(
+    str(Path(torch.__file__).parent / name)
+    for name in ("_dynamo", "_functorch", "_subclasses", "_inductor", "fx", "_meta")
+)
 
 _Kind = TypeVar("_Kind", bound=type)
 _Parameters = ParamSpec("_Parameters")
@@ -56,9 +75,33 @@ def outside_of_compiler(function: Callable[_Parameters, _Result]) -> Callable[_P
     return wrapper
 
 
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor stands for one of a graph that is traced, and has no elements."""
+    return type(tensor) is not torch.Tensor and type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
+
+
+def is_called_by_compiler() -> bool:
+    """Return whether the compiler has called the function that calls this one."""
+    return sys._getframe(2).f_code.co_filename.startswith(_COMPILER_FILES)
+
+
+def run_while_tracing(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Let the compiler call a function while it traces a call of it, which then has the constant that it returned."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def allow_in_graphs(functions: Sequence[Callable[..., Any]]) -> None:
+    """Let graphs contain calls of functions as they are, which later stages of the compiler trace."""
+    for function in functions:
+        torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
+
+
 def not_compiled(kind: _Kind) -> _Kind:
     """Exclude the methods of a class, and what they call, from compilation."""
     for name, method in list(vars(kind).items()):
         if inspect.isfunction(method):
             setattr(kind, name, outside_of_compiler(method))
+        elif isinstance(method, classmethod | staticmethod) and inspect.isfunction(method.__func__):
+            setattr(kind, name, type(method)(outside_of_compiler(method.__func__)))
     return kind

@@ -7,7 +7,7 @@
     arguments.py      arguments of attention          ring_messages.py    messages around a ring
     agreement.py      ranks' calls, compared         ulysses.py          heads exchanged for tokens
     context.py        attention of whole models      batch.py            a batch of a language model
-    backward.py       backward of checkpoints in it
+    backward.py       backward of checkpoints in it  multi_head.py       torch.nn.MultiheadAttention in it
 """
 
 from ferrodist.parallel.context_parallel.batch import context_shard_batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,6 +19,7 @@ from ferrodist.parallel.context_parallel import backward
 from ferrodist.parallel.context_parallel.agreement import compare_calls
 from ferrodist.parallel.context_parallel.arguments import check_local
 from ferrodist.parallel.context_parallel.batch import stands_for_all
+from ferrodist.parallel.context_parallel.multi_head import multi_head_attention
 from ferrodist.parallel.context_parallel.ring import ring_attention
 from ferrodist.parallel.context_parallel.ulysses import ulysses_attention
 
@@ -53,10 +55,14 @@ def context_parallel(
 
     Every call of that function by this thread counts, so the model must use it for all attention, of the sharded
     sequence only: a model of Hugging Face is made with ``attn_implementation="sdpa"``, without a cache and dropout in
-    attention, and ``model=`` of `context_shard_batch` refuses others that don't fit. A model with sliding windows
-    drops them without a word where it is given the mask, so don't use one. All else that a model does with tokens
-    must be done to each by itself. An activation checkpoint runs attention anew in backward: call that inside of the
-    block, too (outside of it `torch.utils.checkpoint` raises; that of another library may be silently wrong).
+    attention, and ``model=`` of `context_shard_batch` refuses others that don't fit. transformers'
+    sliding windows are refused, unless no sequence is longer; other models may drop theirs without a word where they
+    are given the mask. `torch.nn.MultiheadAttention` counts, too, with ``need_weights=False``, as in torch's
+    transformer layers; its mask may only be the causal one, of this rank's number of tokens, with ``is_causal=True``.
+
+    All else that a model does with tokens must be done to each by itself. An activation checkpoint runs attention anew
+    in backward: call that inside of the block, too (outside of it `torch.utils.checkpoint` raises; that of another
+    library may be silently wrong).
 
     Args:
         mesh: The axis over which the sequence is sharded, as ``mesh["context"]``; every rank of it enters the block.
@@ -67,9 +73,8 @@ def context_parallel(
         timeout: Seconds for each message; None takes the group's.
 
     Raises:
-        TypeError, ValueError: An argument is wrong; or by the call of attention on all ranks: it has a mask, dropout,
-            or heads that ranks can't share.
-        NotImplementedError: By `torch.nn.MultiheadAttention`, whose attention is not seen here.
+        TypeError, ValueError: An argument is wrong; or by the call of attention on all ranks: it has a mask, dropout, a
+            sliding window, or heads that ranks can't share, or is `torch.nn.MultiheadAttention` with ``need_weights``.
         RuntimeError: At the end of the block, if nothing in it called the function: the model has an attention of its
             own, which saw this rank's tokens only.
     """
@@ -118,17 +123,14 @@ class _AttentionMode(TorchFunctionMode):
         if func in _BACKWARDS:  # torch calls them without the mode, which activation checkpoints need
             with self:
                 return _BACKWARDS[func](*args, **kwargs or {})
+        if func is scaled_dot_product_attention:
+            # transformers' own attention gets the window as a keyword argument, and leaves it to the mask.
+            caller = sys._getframe(1).f_locals.get("kwargs")  # noqa: SLF001 - public by another name
+            window = caller.get("sliding_window") if isinstance(caller, dict) else None
+            return self._attention(*args, window=window, **kwargs or {})
         if func is multi_head_attention_forward:
-            raise NotImplementedError(
-                "context_parallel does not see the attention inside of torch.nn.MultiheadAttention and its transformer"
-                " layers: use layers that call torch.nn.functional.scaled_dot_product_attention themselves"
-            )
-        if func is not scaled_dot_product_attention:
-            return func(*args, **kwargs or {})
-        self.num_calls += 1
-        if not torch.is_grad_enabled():
-            backward.guard_checkpoints(lambda: self._depth > 0)
-        return self._attention(*args, **kwargs or {})
+            return multi_head_attention(self._attention, self._refuse, *args, **kwargs or {})
+        return func(*args, **kwargs or {})
 
     def _attention(  # noqa: PLR0917 - torch's signature
         self,
@@ -140,11 +142,22 @@ class _AttentionMode(TorchFunctionMode):
         is_causal: bool = False,  # noqa: FBT001, FBT002
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: FBT001, FBT002
+        *,
+        window: int | None = None,
     ) -> torch.Tensor:
+        self.num_calls += 1
+        if not torch.is_grad_enabled():
+            backward.guard_checkpoints(lambda: self._depth > 0)
         try:
             causal = self._kind_of(attn_mask, is_causal=is_causal)
+            # No rank's estimate of the whole length is too small where that rank has the most tokens.
+            if window is not None and window < query.shape[-2] * self._group.world_size:
+                raise ValueError(  # noqa: TRY301 - on all ranks
+                    f"the model's attention has a sliding window of {window} tokens, and the whole sequence has more,"
+                    " which context parallelism has no mask for"
+                )
         except (TypeError, ValueError) as error:
-            _raise_on_all_ranks(error, self._group, self._options["timeout"])
+            self._refuse(error)
         output = self._attend(
             query,
             key,
@@ -178,12 +191,11 @@ class _AttentionMode(TorchFunctionMode):
             raise ValueError("the mask of context_shard_batch leaves open whether attention is causal: pass causal=")
         return self._causal
 
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Raise an error in place of a call of attention, with which the other ranks are compared."""
 
-def _raise_on_all_ranks(error: Exception, group: Backend, timeout: float) -> NoReturn:
-    """Raise an error in place of a call of attention, with which the other ranks are compared."""
+        def describe() -> NoReturn:
+            raise error
 
-    def describe() -> NoReturn:
+        compare_calls("context_parallel", describe, self._group, self._options["timeout"])
         raise error
-
-    compare_calls("context_parallel", describe, group, timeout)
-    raise error

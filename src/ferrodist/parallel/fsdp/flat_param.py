@@ -336,6 +336,12 @@ class FlatParameters:
             scatter(packed, 0, group=axes.shard, out=self.shard)
         self.broadcast_to_replicas()
 
+    def fill(self, value: float) -> None:
+        """Fill this rank's shards with one number; padding stays zero."""
+        for index in range(len(self.parameters)):
+            owned = self.layout.shard_range(index, self._axes.shard_rank)
+            self.shard[owned.offset :][: owned.size].fill_(value)
+
     def broadcast_to_replicas(self) -> None:
         """Broadcast the shards of the first replica to all; every rank calls this."""
         increment_version(self.parameters)  # the collectives write to the shards' memory without them

@@ -24,16 +24,16 @@ from ferrodist.parallel.fsdp.clip_grad import clip_gradients, unscale_gradients
 from ferrodist.parallel.fsdp.config import MixedPrecision, ShardAxes, ShardingStrategy
 from ferrodist.parallel.fsdp.dtensor_params import local_tensor, mesh_groups, use_local_params
 from ferrodist.parallel.fsdp.flat_shard import allow_shards, forbid_shards
-from ferrodist.parallel.fsdp.init import build_units, find_device, verify_units
+from ferrodist.parallel.fsdp.init import build_units, describe_empty, find_device, verify_units
 from ferrodist.parallel.fsdp.optim_state_dict import OptimizerStateDict
 from ferrodist.parallel.fsdp.scheduler import UnitScheduler
 from ferrodist.parallel.fsdp.state_dict import ModelStateDict
 from ferrodist.parallel.fsdp.unit import UnitState
 from ferrodist.parallel.fsdp.wrap import find_units
 from ferrodist.parallel.module_guard import ModuleGuard
+from ferrodist.parallel.module_init import resolve_initialiser
 from ferrodist.parallel.transparent_wrapper import TransparentWrapper, WrappedModule
 from ferrodist.torch_private.compilers import outside_of_compiler
-from ferrodist.transformers_models import find_transformers_initialiser
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         reshard_after_forward: False keeps units gathered from forward to backward, as SHARD_GRAD_OP does.
         init: ``init(module)`` initialises a module's own parameters and buffers that were on the meta device; None
             calls ``module.reset_parameters()``, or in a transformers model its ``_init_weights(module)``. Every rank
-            calls it; rank 0's values are taken.
+            calls it; rank 0's values are taken. "empty" fills such parameters with NaN, for a load that follows: a rank
+            then allocates its shards alone, and nothing is sent. Buffers are initialised as by None.
         device: The device for parameters and buffers that are on the meta device; None is that of the others, or the
             CPU.
 
@@ -127,11 +128,11 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         forward_prefetch: int = 1,
         backward_prefetch: int = 1,
         reshard_after_forward: bool = True,
-        init: Callable[[torch.nn.Module], object] | None = None,
+        init: Callable[[torch.nn.Module], object] | str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        _check_arguments(module, strategy, mixed_precision, init)
+        _check_arguments(module, strategy, mixed_precision)
         _check_prefetch(forward_prefetch=forward_prefetch, backward_prefetch=backward_prefetch)
         check_bool("cpu_offload", cpu_offload)
         check_bool("reshard_after_forward", reshard_after_forward)
@@ -139,17 +140,18 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         """The sharding strategy."""
         self._precision = mixed_precision or MixedPrecision()
         self._axes = ShardAxes.make(group, strategy)
-        init = init or find_transformers_initialiser(module)
+        initialise = resolve_initialiser(init, module)
         specs = find_units(module, wrap)
         reshards = strategy.reshards_after_forward and reshard_after_forward
         settings = f"{strategy.name}, {self._precision}, {forward_prefetch}, {backward_prefetch}, {reshards}"
+        settings += describe_empty(specs, initialise)
         self._device = _choose_device(find_device(specs, module, device), cpu_offload=cpu_offload)
         verify_units(specs, module, self._axes, settings, device=self._device)
         self.module = module
         with torch.inference_mode(mode=False), use_local_params(specs) as dtensor_specs:
             self._axes = replace(self._axes, other_groups=mesh_groups(dtensor_specs.values()))
             self._units = build_units(
-                specs, self._axes, self._precision, init, dtensor_specs=dtensor_specs, device=self._device
+                specs, self._axes, self._precision, initialise, dtensor_specs=dtensor_specs, device=self._device
             )
             self._flats = [flat for unit in self._units for flat in unit.flats]
             self._precision.convert_buffers(module)
@@ -484,7 +486,7 @@ def fsdp_of(module: torch.nn.Module) -> FSDP | None:
     return fsdp
 
 
-def _check_arguments(module: torch.nn.Module, strategy: object, mixed_precision: object, init: object) -> None:
+def _check_arguments(module: torch.nn.Module, strategy: object, mixed_precision: object) -> None:
     check_type(module, torch.nn.Module, "FSDP wraps a torch.nn.Module")
     if any(isinstance(each, FSDP) for each in module.modules()):
         raise ValueError("the module contains an FSDP: wrap once, from outside, and choose the units by wrap=")
@@ -492,8 +494,6 @@ def _check_arguments(module: torch.nn.Module, strategy: object, mixed_precision:
         raise ValueError("the module belongs to an FSDP already, and its parameters are shards: build it anew")
     check_type(strategy, ShardingStrategy, "strategy must be a ShardingStrategy")
     check_type(mixed_precision, (MixedPrecision, NoneType), "mixed_precision must be a MixedPrecision or None")
-    if init is not None and not callable(init):
-        raise TypeError(f"init must be a function of a module or None, not {type(init).__name__}")
 
 
 def _check_prefetch(**counts: int) -> None:

@@ -20,8 +20,10 @@ from ferrodist.parallel.fsdp.flat_param import FlatParameters
 from ferrodist.parallel.fsdp.layout_ids import layout_ids
 from ferrodist.parallel.fsdp.unit import Unit
 from ferrodist.parallel.module_init import (
+    LeaveEmpty,
     describe,
     describe_tensors,
+    empty_value,
     find_unsynchronised_batch_norm,
     has_meta_tensors,
     materialise,
@@ -182,12 +184,31 @@ def build_units(
                 names, spec, layout=layout, axes=axes, memory=next(memories), dtensor_specs=dtensor_specs
             )
             with add_error_context(lambda: f"Rank 0 was giving the values of unit {spec.name!r}.", _ADVICE):  # noqa: B023
-                flat.scatter_from_rank0(flat.parameters)
+                _fill(flat, device)
             flat.adopt_shards()
             claim_parameters([*flat.parameters, *flat.full_params], "an FSDP, which has divided it over the ranks")
             flats.append(flat)
         units.append(Unit(index, spec.name, spec.module, flats, axes.world))
     return units
+
+
+def _fill(flat: FlatParameters, device: torch.device) -> None:
+    """Fill the shards of all ranks with rank 0's values; those that are left empty (`LeaveEmpty`) with NaN."""
+    if all(parameter.is_meta for parameter in flat.parameters):
+        flat.fill(empty_value(flat.shard.dtype))
+        return
+    values = [
+        torch.full_like(each, empty_value(each.dtype), device=device) if each.is_meta else each
+        for each in flat.parameters
+    ]
+    flat.scatter_from_rank0(values)
+
+
+def describe_empty(specs: Sequence[UnitSpec], init: object) -> str:
+    """What must be the same on all ranks if parameters are left empty: which they are."""
+    if not isinstance(init, LeaveEmpty):
+        return ""
+    return f", empty {[name for spec in specs for name, each in spec.parameters.items() if each.is_meta]}"
 
 
 def _make_layouts(

@@ -9,9 +9,12 @@ from torch import nn
 from torch.nn import functional
 
 from ferrodist.collectives.all_gather import async_all_gather, async_reduce_scatter
+from ferrodist.parallel.tensor_parallel import compiled_forwards
+from ferrodist.parallel.tensor_parallel.compiled_forwards import GraphPlacement, prepare_compiler
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.redistribute import record_step
+from ferrodist.torch_private.compilers import is_compiling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +33,8 @@ class AsyncTPLinear:
 
     def __init__(self, linear: nn.Linear, chunks: int) -> None:
         self._linear, self._chunks = linear, chunks
+        assert isinstance(linear.weight, DTensor), "the layer is sharded"
+        self._graph_name = GraphPlacement(linear.weight.mesh, Replicate(), Replicate()).name
 
     def __call__(self, input: DTensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear's forward has it
         """Compute the layer: (..., T/p, C) on each rank becomes (..., T, O/p)."""
@@ -38,6 +43,8 @@ class AsyncTPLinear:
             dtype = torch.get_autocast_dtype("cpu")  # in which backward multiplies too
             given = (one if one is None else one.to(dtype) for one in given)
         tensor, weight, bias = given
+        if is_compiling() and prepare_compiler():  # graphs wait for each collective
+            return functional.linear(compiled_forwards.place(tensor, self._graph_name), weight, bias)
         dim = tensor.dim() - 2
         (placement,), (num_ranks,) = tensor.placements, tensor.mesh.shape
         if placement != Shard(dim) or tensor.shape[dim] % (num_ranks * self._chunks):

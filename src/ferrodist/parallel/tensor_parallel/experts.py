@@ -8,9 +8,10 @@ version 5 (Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V3 and others), and any that 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -23,9 +24,12 @@ from ferrodist.parallel.tensor_parallel.expert_forwards import (
 from ferrodist.parallel.tensor_parallel.styles import IOPlacements, Style
 from ferrodist.parallel.tensor_parallel.token_routing import expert_range
 from ferrodist.parallel.tensor_parallel.wrapped_forwards import find_arguments
+from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Placement, Replicate, Shard
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import nn
 
@@ -65,12 +69,16 @@ class ExpertStyle(Style):
                 f"module {name!r} has no parameters of its own with the experts along dim 0, which"
                 f" {type(self).__name__} shards: give its path in the plan, not its parent's"
             )
-        if len(set(sizes.values())) > 1 or not all(sizes.values()):
+        if not self.sizes_fit(set(sizes.values())):
             raise ValueError(
                 f"the parameters of module {name!r} have different sizes of dim 0, {sizes}, and should have the"
                 " experts there: give others as parameters={name: Replicate()}"
             )
-        return next(iter(sizes.values()))
+        return max(sizes.values())
+
+    def sizes_fit(self, sizes: set[int]) -> bool:
+        """Return whether parameters may have these sizes of dim 0."""
+        return len(sizes) == 1 and 0 not in sizes
 
     @override
     def preparation(self) -> IOPlacements:
@@ -181,6 +189,10 @@ class TensorParallelExperts(ExpertStyle):
         return self.parameters.get(name, _KNOWN.get(name, Replicate()))
 
     @override
+    def sizes_fit(self, sizes: set[int]) -> bool:
+        return 0 not in sizes  # experts without parameters, as LongCat has them, come last
+
+    @override
     def make_forward(
         self, module: nn.Module, mesh: DeviceMesh, *, takes_own_tokens: bool = False, grad_scale: float = 1.0
     ) -> ExpertForward:
@@ -189,6 +201,22 @@ class TensorParallelExperts(ExpertStyle):
         assert self.outputs is None or isinstance(self.outputs, Placement), "`check` has seen it"
         outputs = self.outputs or Replicate()
         return TensorParallelExpertsForward(module, mesh, num_experts, outputs=outputs, once=_ADDED_ONCE)
+
+
+class IdentityExpert(Style):
+    """The expert that returns its tokens, in experts whose ranks' outputs are summed: each rank gives its part.
+
+    Such a module, LongCat's ``identity_expert``, is called by the code of `TensorParallelExperts`.
+    """
+
+    def make_forward(self, module: nn.Module, mesh: DeviceMesh) -> Callable[..., torch.Tensor]:
+        """The forward of the expert."""
+        return functools.partial(_divide_result, module.forward, mesh.size)
+
+
+def _divide_result(forward: Callable[..., torch.Tensor], num_ranks: int, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+    result = forward(*args, **kwargs)
+    return result if isinstance(result, DTensor) else result / num_ranks
 
 
 _KNOWN: dict[str, Placement] = {

@@ -109,7 +109,8 @@ BASE_PLANS: Mapping[str, Mapping[str, Style | str]] = {
         **_columns("h.*", "self_attention.query_key_value", "mlp.dense_h_to_4h"),
         **_rows("h.*", "self_attention.dense", "mlp.dense_4h_to_h"),
     },
-    "mamba": {"embeddings": "embedding_rowwise"},
+    "mamba": {"embeddings": "embedding_rowwise"},  # a scan over sharded features would send in each of its steps
+    "mamba2": {"embeddings": "embedding_rowwise"},
     "wav2vec2": {
         **_columns("encoder.layers.*.attention", "q_proj", "k_proj", "v_proj"),
         **_rows("encoder.layers.*.attention", "out_proj"),

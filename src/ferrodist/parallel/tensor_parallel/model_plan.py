@@ -16,7 +16,12 @@ from torch import nn
 
 from ferrodist.arguments import check_type
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.parallel.tensor_parallel.experts import ExpertParallel, ExpertStyle, TensorParallelExperts
+from ferrodist.parallel.tensor_parallel.experts import (
+    ExpertParallel,
+    ExpertStyle,
+    IdentityExpert,
+    TensorParallelExperts,
+)
 from ferrodist.parallel.tensor_parallel.family_plans import BASE_PLANS, HEAD_PLAN
 from ferrodist.parallel.tensor_parallel.plan import path_matches
 from ferrodist.parallel.tensor_parallel.styles import (
@@ -53,6 +58,7 @@ MODULE_STYLES: Mapping[str, Style] = {
     "mla_kv_a_proj": _REPLICATED,
     "local_params": _REPLICATED,  # the plan names its parameters
     "moe_tp_experts": TensorParallelExperts(),
+    "moe_identity_expert": IdentityExpert(),
     "ep_dispatch_experts": ExpertParallel(),
 }
 """The styles of modules, by transformers' names."""

@@ -11,9 +11,16 @@ from ferrodist.arguments import check_bool, check_type
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
-from ferrodist.parallel.module_init import materialise, verify_across_ranks
+from ferrodist.parallel.module_init import (
+    LeaveEmpty,
+    empty_value,
+    materialise,
+    resolve_initialiser,
+    verify_across_ranks,
+)
 from ferrodist.parallel.tensor_parallel.async_linear import AsyncTPLinear
-from ferrodist.parallel.tensor_parallel.experts import ExpertStyle
+from ferrodist.parallel.tensor_parallel.experts import ExpertStyle, IdentityExpert
+from ferrodist.parallel.tensor_parallel.local_forwards import make_local_forward
 from ferrodist.parallel.tensor_parallel.model_plan import read_plan
 from ferrodist.parallel.tensor_parallel.plan import check_tensors, parameter_placements, plan_lines, resolve_plan
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
@@ -24,10 +31,9 @@ from ferrodist.parallel.tensor_parallel.wrapped_forwards import (
     ShardedForward,
 )
 from ferrodist.tensor.dtensor import DTensor, keep_grad_placements
-from ferrodist.tensor.factories import distribute
+from ferrodist.tensor.factories import distribute, full
 from ferrodist.tensor.placement import Placement, Replicate
 from ferrodist.torch_private.modules import own_buffers, own_parameters
-from ferrodist.transformers_models import find_transformers_initialiser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -63,7 +69,7 @@ def parallelize(
     gathers_outputs: bool = True,
     check: bool = False,
     fallback: str = "replicate",
-    init: Callable[[nn.Module], object] | None = None,
+    init: Callable[[nn.Module], object] | str | None = None,
 ) -> _Module:
     """Shard a module over the ranks of a mesh by a plan; every rank of the mesh calls this.
 
@@ -96,7 +102,8 @@ def parallelize(
             of the model counts whose forward was the last one on the mesh.
         init: ``init(module)`` initialises a module's own parameters and buffers if they were on the meta device; None
             calls ``module.reset_parameters()``, or in a transformers model its ``_init_weights(module)``. Every rank
-            calls it; rank 0's values are used.
+            calls it; rank 0's values are used. "empty" fills such parameters with NaN, for a load that follows: a rank
+            then allocates its shards alone, and nothing is sent. Buffers are initialised as by None.
 
     Returns:
         ``module``.
@@ -115,15 +122,14 @@ def parallelize(
     check_bool("gathers_outputs", gathers_outputs)
     check_bool("check", check)
     _check_fallback(fallback)
-    if init is not None and not callable(init):
-        raise TypeError(f"init must be a function of a module or None, not {type(init).__name__}")
+    initialise = resolve_initialiser(init, module)
     settings = f"gathers_outputs={gathers_outputs}, check={check}, fallback={fallback!r}"
-    init = init or find_transformers_initialiser(module)
-    styles = shard_module(module, mesh, plan, settings=settings, init=init)
+    if isinstance(initialise, LeaveEmpty):
+        settings += ", init='empty'"
+    styles = shard_module(module, mesh, plan, settings=settings, init=initialise)
     state = ParallelState(mesh, gathers=gathers_outputs, checks=check, replicates=fallback == "replicate")
     for path, one in module.named_modules():
-        if path in styles:
-            _wrap_forward(one, mesh, styles[path])
+        _wrap_forward(one, mesh, styles.get(path))
         if type(one).forward is not nn.Module.forward:
             one.forward = ReplicatedForward(one.forward, path, state)
         if callable(getattr(type(one), "generate", None)):
@@ -204,7 +210,10 @@ def _distribute(
             if own is None:
                 continue
             if own not in made:
-                distributed = distribute(getattr(owner, key).detach(), mesh, placements[own])
+                value = getattr(owner, key).detach()
+                distributed = (
+                    _empty(value, mesh, placements[own]) if value.is_meta else distribute(value, mesh, placements[own])
+                )
                 made[own] = nn.Parameter(distributed, requires_grad=own.requires_grad)
                 keep_grad_placements(made[own])
             setattr(owner, key, made[own])  # a module may have a list of its parameters, which this renews
@@ -215,12 +224,20 @@ def _distribute(
                 own_buffers(owner)[key] = made[buffer]
 
 
-def _wrap_forward(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placement | None = None) -> None:
-    if isinstance(style, ExpertStyle):
+def _empty(value: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """A distributed tensor like one on the meta device, which `LeaveEmpty` has left there."""
+    return full(value.shape, empty_value(value.dtype), mesh=mesh, placements=placement, dtype=value.dtype)
+
+
+def _wrap_forward(module: nn.Module, mesh: DeviceMesh, style: Style | None, given: Placement | None = None) -> None:
+    if isinstance(style, ExpertStyle | IdentityExpert):
         module.forward = style.make_forward(module, mesh)
         return
-    forward = module.forward
+    forward = make_local_forward(module)
     if isinstance(style, ColumnParallel) and style.chunks > 1:
         assert isinstance(module, nn.Linear), "the style has checked it"
         forward = AsyncTPLinear(module, style.chunks)
-    module.forward = ShardedForward(forward, mesh, style.preparation(), given)
+    if style is not None:
+        forward = ShardedForward(forward, mesh, style.preparation(), given)
+    if forward != module.forward:
+        module.forward = forward

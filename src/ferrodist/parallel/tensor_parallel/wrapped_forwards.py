@@ -22,11 +22,14 @@ import torch
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.errors import DistributedError, RankFailedError, add_error_context, ranks_text
 from ferrodist.parallel.backward_hooks import current_backward_id
-from ferrodist.tensor.dtensor import DTensor
+from ferrodist.parallel.tensor_parallel import compiled_forwards
+from ferrodist.parallel.tensor_parallel.compiled_forwards import GraphPlacement, prepare_compiler
+from ferrodist.tensor.dtensor import DTensor, reduce_grad_once
 from ferrodist.tensor.placement import Partial, Placement, Replicate
 from ferrodist.tensor.plain_tensors import ACTIVE_CHECK, BACKWARD_CHECKS, is_plain
 from ferrodist.tensor.replica_check import ReplicaCheck
 from ferrodist.tensor.replication_warnings import ReplicationWarnings
+from ferrodist.torch_private.compilers import is_compiling
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
@@ -61,6 +64,8 @@ def _replace_values(value: Any, names: Sequence[Any], made: Sequence[Any]) -> An
     before = [value[name] if isinstance(value, Mapping) else getattr(value, name) for name in names]
     if all(one is other for one, other in zip(made, before, strict=True)):
         return value
+    if is_compiling():  # which has no copy.copy
+        return type(value)(**dict(zip(names, made, strict=True)))
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)(dict(zip(names, made, strict=True)))  # type: ignore[call-arg]
     other = copy.copy(value)  # some, as a defaultdict, can't be made of their values alone
@@ -75,7 +80,13 @@ def _replace_values(value: Any, names: Sequence[Any], made: Sequence[Any]) -> An
 def find_dtensors(value: Any) -> list[DTensor]:
     """The DTensors in a value."""
     found: list[DTensor] = []
-    map_nested(lambda tensor: found.append(tensor) if isinstance(tensor, DTensor) else None, value)
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            found.append(tensor)
+        return tensor
+
+    map_nested(collect, value)
     return found
 
 
@@ -99,6 +110,8 @@ class ShardedForward:
         functools.update_wrapper(self, forward)
         self._forward, self._mesh, self._placements, self._given = forward, mesh, placements, given
         self._names, _ = find_arguments(forward)
+        every = {None, *_placements_in(placements.wanted), *_placements_in(placements.outputs)}
+        self._graph_names = {wanted: GraphPlacement(mesh, given or Replicate(), wanted).name for wanted in every}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""
@@ -126,6 +139,9 @@ class ShardedForward:
 
     def _place_input(self, value: Any, wanted: Placement | None) -> Any:
         given = self._given or Replicate()
+        if is_compiling() and prepare_compiler():
+            name = self._graph_names[wanted]
+            return map_nested(lambda tensor: compiled_forwards.place(tensor, name), value)
 
         def place(tensor: torch.Tensor) -> DTensor:
             if not isinstance(tensor, DTensor):
@@ -134,8 +150,11 @@ class ShardedForward:
                 if self._given is None and check is not None and tensor.numel():
                     check.record("the forward", tensor, self._mesh)
                 tensor = DTensor.from_local(tensor, self._mesh, given, shape=shape)
-            # Also if nothing is sent: then gradients, which may be partial, get the input's placement here.
-            return tensor if wanted is None else tensor.redistribute(wanted)
+            if wanted is None or tensor.placements != (wanted,):
+                return tensor if wanted is None else tensor.redistribute(wanted)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                reduce_grad_once(tensor)  # gradients, which may be partial, get the input's placement
+            return tensor
 
         return map_nested(place, value)
 
@@ -145,6 +164,9 @@ class ShardedForward:
         def place(tensor: torch.Tensor, placement: Placement | None) -> torch.Tensor:
             if not isinstance(tensor, DTensor):
                 return tensor
+            if is_compiling() and prepare_compiler():
+                placed = compiled_forwards.place(tensor, self._graph_names[placement])
+                return compiled_forwards.shard(placed) if is_plain else placed
             placed = tensor if placement is None else tensor.redistribute(placement)
             return placed.to_local() if is_plain else placed
 
@@ -164,6 +186,13 @@ class ShardedForward:
         return type(result)(*placed) if hasattr(result, "_fields") else type(result)(placed)
 
 
+def _placements_in(value: Any) -> list[Placement]:
+    """The placements that a style declares for inputs or outputs."""
+    if value is None or isinstance(value, Placement):
+        return [] if value is None else [value]
+    return [one for one in (value.values() if isinstance(value, Mapping) else value) if one is not None]
+
+
 class ReplicatedForward:
     """The forward of a module of a model that is parallel inside and looks unsharded from outside.
 
@@ -178,6 +207,8 @@ class ReplicatedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""
         state = self._state
+        if is_compiling() and prepare_compiler():
+            return self._call_in_graph(args, kwargs)
         if (caller := ACTIVE_CHECK.get()) is not state.forward_check:
             with state.inside(self._path):
                 return self._call_from_outside(args, kwargs, is_by_model=caller is not None)
@@ -186,6 +217,27 @@ class ReplicatedForward:
             return self._forward(*args, **kwargs)
         finally:
             state.forward_check.path = outer
+
+    def _call_in_graph(self, args: Any, kwargs: Any) -> Any:
+        """Compute a forward that the compiler traces; see [Note: compiled parallel modules]."""
+        state = self._state
+        if state.graph_depth or find_dtensors([args, kwargs]):
+            return self._forward(*args, **kwargs)
+        name = state.graph_name
+
+        def replicate(tensor: torch.Tensor) -> torch.Tensor:
+            return compiled_forwards.place(tensor, name)
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            return compiled_forwards.whole(tensor) if isinstance(tensor, DTensor) else tensor
+
+        args, kwargs = map_nested(replicate, args), map_nested(replicate, kwargs)
+        state.graph_depth += 1
+        try:
+            result = self._forward(*args, **kwargs)
+        finally:
+            state.graph_depth -= 1
+        return map_nested(gather, result) if state.gathers else result
 
     def _call_from_outside(self, args: Any, kwargs: Any, *, is_by_model: bool) -> Any:
         """Compute a forward that is called from outside of the model, or by its own code outside, as ``generate``."""
@@ -219,6 +271,8 @@ class ParallelState:
 
     def __init__(self, mesh: DeviceMesh, *, gathers: bool, checks: bool, replicates: bool) -> None:
         self.mesh, self.gathers, self.checks, self.replicates = mesh, gathers, checks, replicates
+        self.graph_depth = 0  # more than 0 while the compiler traces the inside of a forward
+        self.graph_name = GraphPlacement(mesh, Replicate(), None).name
         self._replication_warnings = ReplicationWarnings() if replicates else None
         self.forward_check = self.make_check()  # the check of plain tensors in forwards
         self.backward_check = self.make_check()  # the check of plain tensors in backward

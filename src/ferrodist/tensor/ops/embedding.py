@@ -10,6 +10,8 @@ from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.op_strategy import EinsumPattern, LocalFunction, OpCall, OpRule, OpStrategy, einsum_strategies
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.spec import local_range
+from ferrodist.tensor.traced import traced_bounds
+from ferrodist.torch_private.compilers import is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -54,7 +56,11 @@ def _look_up(call: OpCall) -> LocalFunction | None:
     num_rows = weight_spec.shape[0]
 
     def look_up(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> torch.Tensor:
-        if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < num_rows:
+        if is_traced(indices):
+            indices = traced_bounds(
+                indices, num_rows, None, f"index out of range: {{}} in an embedding of {num_rows} rows"
+            )
+        elif indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < num_rows:
             wrong = int(indices.min()) if int(indices.min()) < 0 else int(indices.max())
             raise IndexError(
                 f"index out of range: token index {wrong}, but the embedding has {num_rows} rows, with the indices 0 to"

@@ -30,9 +30,11 @@ from ferrodist.tensor.op_strategy import (
     rule_table,
 )
 from ferrodist.tensor.ops.pointwise import broadcast_labels
-from ferrodist.tensor.ops.reduction import cross_rank_reducer, local_indices
+from ferrodist.tensor.ops.reduction import cross_rank_reducer, local_indices, traced_local_indices
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.spec import DTensorSpec, sharding_axes
+from ferrodist.tensor.traced import traced_bounds
+from ferrodist.torch_private.compilers import is_traced
 from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
@@ -146,23 +148,28 @@ class _LocalClasses:
     """The classes of this rank, among which it finds targets."""
 
     def __init__(self, spec: DTensorSpec) -> None:
-        self.dim = _class_dim(spec)
+        self._spec, self.dim = spec, _class_dim(spec)
         self._num_classes = spec.shape[self.dim]
         self._indices = local_indices(spec, self.dim) if sharding_axes(spec.placements, (self.dim,)) else None
 
     def find(self, target: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """For each target whether it counts, whether its class is local, and the local index of its class."""
+        indices = self._indices
+        if is_traced(target):
+            target = traced_bounds(target, self._num_classes, ignore_index, "Target {} is out of bounds.")
+            indices = None if indices is None else traced_local_indices(self._spec, self.dim)
         counts = target != ignore_index
-        wrong = counts & ((target < 0) | (target >= self._num_classes))
-        if wrong.any():
-            raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")
+        if not is_traced(target):
+            wrong = counts & ((target < 0) | (target >= self._num_classes))
+            if wrong.any():
+                raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")
         known = torch.where(counts, target, 0).long()
-        if self._indices is None:
+        if indices is None:
             return counts, counts, known
-        if not self._indices.numel():
+        if not indices.numel():
             return counts, torch.zeros_like(counts), known
-        index = torch.searchsorted(self._indices, known).clamp_(max=len(self._indices) - 1)
-        return counts, counts & (self._indices[index] == known), index
+        index = torch.searchsorted(indices, known).clamp_(max=len(indices) - 1)
+        return counts, counts & (indices[index] == known), index
 
 
 def _target_weights(weight: torch.Tensor | None, target: torch.Tensor, counts: torch.Tensor, like: torch.Tensor) -> Any:

@@ -18,6 +18,8 @@ from ferrodist.errors import CollectiveMismatchError
 from ferrodist.tensor.op_strategy import OpRule, OpStrategy, all_replicated, keep_sharding, rule_table
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.tensor.redistribute import redistribute_local
+from ferrodist.tensor.traced import define_generator_check, traced_generator_check
+from ferrodist.torch_private.compilers import is_traced
 
 if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
@@ -52,9 +54,16 @@ def local_of_full(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     return redistribute_local(full, spec.replicated, spec)
 
 
-def _empty_full(spec: DTensorSpec) -> torch.Tensor:
-    """Memory for the full tensor, with the full tensor's strides: these decide which element gets which number."""
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
+def _empty_full(spec: DTensorSpec, generator: torch.Generator | None, operator: object) -> torch.Tensor:
+    """Memory for the full tensor, with the full tensor's strides: these decide which element gets which number.
+
+    Ranks must draw the same numbers; errors as of `check_generators`.
+    """
+    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
+    if is_traced(made):
+        return traced_generator_check(made, operator, spec.mesh)
+    check_generators(spec.mesh, generator, str(operator))
+    return made
 
 
 def _in_place_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
@@ -69,8 +78,8 @@ def _draw_in_place(call: OpCall) -> LocalFunction:
     spec, operator = call.placed_inputs[0], call.operator
 
     def draw(local: torch.Tensor, *others: Any, generator: torch.Generator | None = None) -> torch.Tensor:
-        check_generators(spec.mesh, generator, str(operator))
-        return local.copy_(local_of_full(operator(_empty_full(spec), *others, generator=generator), spec))
+        full = _empty_full(spec, generator, operator)
+        return local.copy_(local_of_full(operator(full, *others, generator=generator), spec))
 
     return draw
 
@@ -81,8 +90,7 @@ def _draw(call: OpCall, *, reads_input: bool) -> LocalFunction:
 
     def draw(local: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         generator = next((one for one in (*others, *named.values()) if isinstance(one, torch.Generator)), None)
-        check_generators(spec.mesh, generator, str(operator))
-        full = _empty_full(spec)
+        full = _empty_full(spec, generator, operator)
         return local_of_full(operator(full.copy_(local) if reads_input else full, *others, **named), output)
 
     return draw
@@ -100,9 +108,8 @@ def _dropout(call: OpCall) -> LocalFunction:
     def drop(local: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: FBT001
         if train is False:
             return operator(local, p, train)  # type: ignore[no-any-return]
-        check_generators(spec.mesh, None, str(operator))
         # The mask is drawn before anything is computed, from as many numbers as the tensor has elements.
-        mask = local_of_full(operator(_empty_full(spec).fill_(1), p, train)[1], mask_spec)
+        mask = local_of_full(operator(_empty_full(spec, None, operator).fill_(1), p, train)[1], mask_spec)
         return (local * mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
 
     return drop
@@ -118,6 +125,8 @@ def _draw_replicated(call: OpCall) -> LocalFunction:
 
     return draw
 
+
+define_generator_check(check_generators)
 
 RULES = rule_table(
     (

@@ -20,6 +20,8 @@ from ferrodist.tensor.ops.pointwise import cast_is_linear
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.redistribute import extremum_identity, record_step
 from ferrodist.tensor.spec import DTensorSpec, contiguous_stride, shard_of, sharding_axes
+from ferrodist.tensor.traced import traced_redistribute
+from ferrodist.torch_private.compilers import is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,6 +40,9 @@ def cross_rank_reducer(spec: DTensorSpec, axes: tuple[int, ...]) -> Callable[[to
 
     def reduce(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         record_step(tensor, mesh, Partial(op), Replicate())
+        if is_traced(tensor):
+            partial = DTensorSpec.make(mesh, [Partial(op)] * mesh.ndim, tensor.shape, tensor.dtype)
+            return traced_redistribute(tensor, partial, partial.replicated)
         return allreduce(tensor, op, group=group)
 
     return reduce
@@ -45,12 +50,22 @@ def cross_rank_reducer(spec: DTensorSpec, axes: tuple[int, ...]) -> Callable[[to
 
 def local_indices(spec: DTensorSpec, dim: int) -> torch.Tensor:
     """The indices in the full dim of this rank's elements, in ascending order."""
-    cuts = [
+    return _cached_indices(spec.shape[dim], _cuts_of(spec, dim))
+
+
+def traced_local_indices(spec: DTensorSpec, dim: int) -> torch.Tensor:
+    """`local_indices`, made by operators of a graph that a compiler traces."""
+    made: torch.Tensor = _cached_indices.__wrapped__(spec.shape[dim], _cuts_of(spec, dim))
+    return made
+
+
+def _cuts_of(spec: DTensorSpec, dim: int) -> tuple[tuple[int, int, int], ...]:
+    """The blocks, ranks and this rank's index of each axis that shards a dim."""
+    return tuple(
         (placement.blocks, num_ranks, index)
         for placement, num_ranks, index in zip(spec.placements, spec.mesh.shape, spec.coordinate, strict=True)
         if isinstance(placement, Shard) and placement.dim == dim
-    ]
-    return _cached_indices(spec.shape[dim], tuple(cuts))
+    )
 
 
 @functools.lru_cache(maxsize=256)

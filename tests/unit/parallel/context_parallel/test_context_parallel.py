@@ -160,6 +160,23 @@ def test_a_model_of_hugging_face_trains_as_in_one_process(method, num_ranks, bou
             close(one, other.grad, 1e-5)
 
 
+def test_sliding_windows_are_refused():
+    """transformers' mask has the window, and context parallelism has another mask: it would attend to all tokens."""
+    sizes = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "sliding_window": 9}
+    config = transformers.MistralConfig(**sizes, **heads, attn_implementation="sdpa", use_cache=False)
+    model = transformers.MistralForCausalLM(config)
+
+    def program(group, length):
+        batch = fd.context_shard_batch({"input_ids": torch.zeros(1, length, dtype=torch.long)}, group)
+        with fd.context_parallel(fd.DeviceMesh(group, (-1,), ("context",)), causal=True):
+            return model(**batch).logits.shape[1]
+
+    assert sum(run_ranks(program, 3, 9)) == 9  # no longer than the window
+    with pytest.raises(fd.RankFailedError, match="sliding window of 9 tokens, and the whole sequence has more"):
+        run_ranks(program, 3, 10)
+
+
 class Layer(nn.Module):
     """Attention to all tokens, and a residual."""
 
@@ -185,14 +202,6 @@ class Encoder(nn.Module):
 
     def forward(self, input_ids, position_ids):
         return self.head(self.layers(self.embedding(input_ids) + self.positions(position_ids)))
-
-
-def test_torchs_multi_head_attention_is_refused():
-    """A mode does not see what it calls: it would attend to this rank's tokens, silently."""
-    mesh = fd.DeviceMesh(fd.SimulatedBackend.create_group(1)[0], (1,), ("context",))
-    layer, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.ones(1, 3, 4)
-    with pytest.raises(NotImplementedError, match="MultiheadAttention"), fd.context_parallel(mesh):
-        layer(x, x, x, need_weights=False)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -466,8 +466,8 @@ def test_options_of_another_type(option):
     """They are refused, and the module stays as it is."""
     model = nn.Linear(2, 2, device="meta")
     mesh = mesh_of(fd.SimulatedBackend.create_group(1)[0])
-    with pytest.raises(TypeError, match=f"{option} must be .*, not str"):
-        fd.parallelize(model, mesh, {}, **{option: "no"})
+    with pytest.raises(TypeError, match=f"{option} must be .*, not int"):
+        fd.parallelize(model, mesh, {}, **{option: 3})
     assert type(model.weight) is nn.Parameter
     assert not isinstance(model.weight, DTensor)
 

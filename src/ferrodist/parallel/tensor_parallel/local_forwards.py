@@ -1,0 +1,91 @@
+"""Forwards of layers that compute on local shards at once, without a dispatch of each of their operators.
+
+Linear layers, and norms whose parameters are replicated, are most of the operators of a transformer. What they compute
+is what the operators would compute on DTensors; other placements than the common ones, autocast and compilation go the
+way of the operators.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ferrodist.tensor.dtensor import DTensor, wrap_local
+from ferrodist.tensor.linear import linear
+from ferrodist.tensor.placement import Replicate
+from ferrodist.tensor.spec import DTensorSpec
+from ferrodist.torch_private.compilers import is_compiling
+from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_REPLICATED = (Replicate(),)
+
+
+def make_local_forward(module: nn.Module) -> Callable[..., Any]:
+    """A forward of the module on local shards if there is one, else its own."""
+    kind = type(module)
+    if "forward" in module.__dict__:
+        return module.forward
+    if kind.forward is nn.Linear.forward and isinstance(module, nn.Linear):
+        return LinearForward(module)
+    # Norms by their names, as most are classes of the models': they draw no random numbers and have no state.
+    is_norm = kind.__name__.endswith("Norm") and not own_buffers(module) and not own_modules(module)
+    return NormForward(module) if is_norm else module.forward
+
+
+def _is_sharded(parameter: torch.Tensor | None) -> bool:
+    return parameter is not None and not (isinstance(parameter, DTensor) and parameter.placements == _REPLICATED)
+
+
+class NormForward:
+    """The forward of a norm on this rank's tensors, where inputs and parameters are replicated."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._forward: Any = module.forward
+        functools.update_wrapper(self, self._forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the layer."""
+        if is_compiling():
+            return self._forward(*args, **kwargs)
+        module = self._forward.__self__
+        parameters = own_parameters(module)
+        if (
+            kwargs
+            or not args
+            or not all(isinstance(one, DTensor) and one.placements == _REPLICATED for one in args)
+            or any(map(_is_sharded, parameters.values()))
+        ):
+            return self._forward(*args, **kwargs)
+        # The module's own code, on another module with local parameters: this one may run in other threads too.
+        local: nn.Module = object.__new__(type(module))
+        own = {name: one.to_local() if isinstance(one, DTensor) else None for name, one in parameters.items()}
+        local.__dict__.update(module.__dict__, _parameters=own)
+        result = type(module).forward(local, *[one.to_local() for one in args])
+        if not isinstance(result, torch.Tensor) or isinstance(result, DTensor):
+            return result
+        return wrap_local(result, DTensorSpec.make(args[0].mesh, _REPLICATED, result.shape, result.dtype))
+
+
+class LinearForward:
+    """The forward of a linear layer on local shards: replicated, or sharded by columns or by rows."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._forward: Any = module.forward
+        functools.update_wrapper(self, self._forward)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear's forward has it
+        """Compute the layer."""
+        if is_compiling():
+            return self._forward(input)  # type: ignore[no-any-return]
+        module = self._forward.__self__
+        given: Any = (input, module.weight, module.bias)
+        result: torch.Tensor | None = None
+        if all(isinstance(one, DTensor) or one is None for one in given) and not torch.is_autocast_enabled("cpu"):
+            result = linear(*given)
+        return self._forward(input) if result is None else result

@@ -1,0 +1,261 @@
+"""Models that `parallelize` divides, compiled: one graph, with the results of the eager model.
+
+Ranks are processes: torch's compiler has state that threads share.
+"""
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ferrodist as fd
+from ferrodist.errors import CollectiveMismatchError
+from ferrodist.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler looks at the .grad of all inputs, and at much else
+
+TOKENS, WIDTH, LENGTH = 11, 8, 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler():
+    """Load once what each rank would load, which takes longer than these trainings."""
+    importlib.import_module("torch._dynamo").lookup_backend("aot_eager")
+
+
+class Attention(nn.Module):
+    """With a mask that it makes, a plain tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.keys, self.values, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, hidden):
+        batch, length, width = hidden.shape
+        q, k, v = (
+            layer(hidden).view(batch, length, -1, width // 4).transpose(1, 2)
+            for layer in (self.queries, self.keys, self.values)
+        )
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return hidden + self.out(attended.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 13), nn.Linear(13, WIDTH)
+
+    def forward(self, hidden):
+        return hidden + self.down(functional.gelu(self.up(self.norm(hidden))))
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.tokens, self.positions = nn.Embedding(TOKENS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.attention, self.mlp = Attention(), Mlp()
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+
+    def forward(self, ids, labels):
+        hidden = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        hidden = self.attention(hidden)
+        logits = self.head(self.mlp(hidden))
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "last": hidden[:, -1]}
+
+
+PLAN = {
+    "tokens": fd.VocabularyParallel(),
+    "attention.queries": fd.ColumnParallel(),
+    "attention.keys": fd.ColumnParallel(),
+    "attention.values": fd.ColumnParallel(),
+    "attention.out": fd.RowParallel(),
+    "mlp.up": fd.ColumnParallel(),
+    "mlp.down": fd.RowParallel(),
+    "head": fd.ColumnParallel(),
+}
+
+SEQUENCE_PLAN = PLAN | {
+    "tokens": fd.VocabularyParallel(outputs=fd.Shard(1)),
+    "attention": fd.Style(wanted=fd.Replicate()),
+    "attention.out": fd.RowParallel(outputs=fd.Shard(1)),
+    "mlp.norm": fd.SequenceParallel(),
+    "mlp.down": fd.RowParallel(outputs=fd.Shard(1)),
+}
+
+
+def train(model, called, steps):
+    """The losses and results of some steps, and the parameters after them; after the first nothing is compiled."""
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(steps):
+        torch._dynamo.config.error_on_recompile = step > 0
+        ids = torch.randint(TOKENS, (2, LENGTH), generator=torch.Generator().manual_seed(step))
+        outputs = called(ids, ids)
+        (outputs["loss"] + outputs["last"].square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [outputs["loss"].detach(), outputs["last"].detach()]
+    torch._dynamo.config.error_on_recompile = False
+    return [*found, *(whole(parameter) for parameter in model.parameters())]
+
+
+def whole(tensor):
+    return tensor.detach().full_tensor() if isinstance(tensor, fd.DTensor) else tensor.detach()
+
+
+def check(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+def divided(mesh, plan):
+    return fd.parallelize(Decoder().double(), mesh, plan)
+
+
+@pytest.mark.parametrize(("plan", "steps"), [(PLAN, 2), (SEQUENCE_PLAN, 1)])
+def test_whole_models_are_one_graph(plan, steps):
+    """With vocabulary, heads, loss and the sequence sharded; the results are those of one process."""
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (2,), ("tensor",))
+        own, model = Decoder().double(), divided(mesh, plan)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        check(train(model, compiled, steps), train(own, own, steps))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+    run_ranks(program, 2, backend="native")
+
+
+class Layers(nn.Module):
+    def __init__(self, breaks=False):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second, self.breaks = Mlp(), Mlp(), breaks
+
+    def forward(self, hidden):
+        hidden = self.first(hidden)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.second(hidden)
+
+
+def gradients_of_layers(model, called):
+    inputs = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(1, 4, WIDTH).requires_grad_()
+    outputs = called(inputs)
+    found = torch.autograd.grad(outputs.square().sum(), [inputs, *model.parameters()])
+    return [outputs.detach(), *map(whole, found)]
+
+
+def test_parts_that_are_compiled():
+    """Uneven shards, a model with a break of its own, and compiled parts of an eager model have the same results."""
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (2,), ("tensor",))
+        own = Layers().double()
+        expected = gradients_of_layers(own, own)
+        plan = {"*.up": fd.ColumnParallel(), "*.down": fd.RowParallel()}
+        sequence = {
+            "*.norm": fd.SequenceParallel(),
+            "*.up": fd.ColumnParallel(chunks=2),
+            "*.down": fd.RowParallel(outputs=fd.Shard(1)),
+        }
+        model = fd.parallelize(Layers(breaks=True).double(), mesh, plan)
+        check(gradients_of_layers(model, torch.compile(model, backend="aot_eager")), expected)
+        torch._dynamo.reset()
+        model = fd.parallelize(Layers().double(), mesh, sequence)
+        model.first.compile(backend="aot_eager", fullgraph=True)
+        check(gradients_of_layers(model, model), expected)
+
+    run_ranks(program, 2, backend="native")
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(5, 7)
+
+    def forward(self, inputs):
+        return functional.dropout(self.layer(inputs), 0.5)
+
+
+def test_dropout_is_that_of_the_eager_model():
+    """Ranks draw the same mask; ranks whose generators differ get an error, as without a compiler."""
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (2,), ("tensor",))
+        model = fd.parallelize(Dropped().double(), mesh, {"layer": fd.ColumnParallel(outputs=fd.Shard(-1))})
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        inputs = torch.linspace(1, 2, 10, dtype=torch.float64).view(2, 5)
+
+        def gradients(called):
+            torch.manual_seed(3)
+            outputs = called(inputs)
+            return [outputs.detach(), whole(torch.autograd.grad(outputs.sum(), [model.layer.weight])[0])]
+
+        check(gradients(compiled), gradients(model))
+        torch.manual_seed(group.rank)
+        with pytest.raises(CollectiveMismatchError, match="generators of ranks 1"):
+            compiled(inputs)
+
+    run_ranks(program, 2, backend="native")
+
+
+def test_bad_input_of_a_graph():
+    """Tokens and targets out of range, and plain tensors that differ between ranks, are errors when the graph runs."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.factor = nn.Linear(4, 4), 1.0
+
+        def forward(self, inputs):
+            return self.layer(inputs) * (torch.ones(4, dtype=torch.float64) * self.factor)
+
+    @torch.no_grad()
+    def program(group):
+        mesh = fd.DeviceMesh(group, (2,), ("tensor",))
+        model = divided(mesh, PLAN)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        ids = torch.zeros(2, LENGTH, dtype=torch.int64)
+        with pytest.raises(IndexError, match=f"index out of range: {TOKENS} in an embedding"):
+            compiled(ids + TOKENS, ids)
+        with pytest.raises(IndexError, match=r"Target -3 is out of bounds"):
+            compiled(ids, ids - 3)
+        assert torch.isfinite(compiled(ids, ids)["loss"])
+        torch._dynamo.reset()
+        scaled = fd.parallelize(Scaled().double(), mesh, {"layer": fd.ColumnParallel()})
+        scaled.factor = float(group.rank)
+        with pytest.raises(CollectiveMismatchError, match="plain tensors beside distributed ones"):
+            torch.compile(scaled, backend="aot_eager")(torch.ones(2, 4, dtype=torch.float64))
+
+    run_ranks(program, 2, backend="native")
+
+
+def test_single_layers_take_plain_tensors():
+    """Layers that are made sharded are compiled in a function, whose inputs and outputs are plain shards."""
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (2,), ("tensor",))
+        torch.manual_seed(1)
+        up = fd.ColumnParallelLinear(6, 10, mesh=mesh, dtype=torch.float64)
+        down = fd.RowParallelLinear(10, 6, mesh=mesh, dtype=torch.float64)
+        inputs = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6)
+
+        def layers(inputs):
+            return down(functional.gelu(up(inputs)))
+
+        def gradients(function):
+            outputs = function(inputs)
+            found = torch.autograd.grad(outputs.square().sum(), [up.weight, down.weight])
+            return [outputs.detach(), *map(whole, found)]
+
+        assert type(layers(inputs)) is torch.Tensor
+        check(gradients(torch.compile(layers, backend="aot_eager", fullgraph=True)), gradients(layers))
+
+    run_ranks(program, 2, backend="native")
