@@ -4,13 +4,16 @@
 
 One rank and one thread, tensors of 8 x 8: almost all of the time is dispatch. The overhead is the time of the operator
 on distributed tensors less that of the plain operator, each the least of the rounds; rounds of the three alternate.
-"grad" means that inputs require gradients, so that autograd records the operator. Results are compared with the plain
-operator's, or the benchmark fails.
+"grad" means that inputs require gradients, so that autograd records the operator; "backward" is the gradient of a
+pointwise operator's input, which some compute by several others. Results are compared with the plain operator's, or
+the benchmark fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import statistics
 import tempfile
 import time
 import warnings
@@ -50,6 +53,28 @@ IN_PLACE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "mul_ by a number": lambda t: t["rows"].mul_(1.0),
     "_foreach_add_ of 10": lambda t: torch._foreach_add_([t["rows"]] * 10, [t["other"]] * 10),
 }
+POINTWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "maximum": torch.maximum,
+    "pow 2": lambda x, _: x.pow(2),
+    "neg": lambda x, _: x.neg(),
+    "abs": lambda x, _: x.abs(),
+    "exp": lambda x, _: x.exp(),
+    "cos": lambda x, _: x.cos(),
+    "tanh": lambda x, _: x.tanh(),
+    "sigmoid": lambda x, _: x.sigmoid(),
+    "erf": lambda x, _: x.erf(),
+    "clamp": lambda x, _: x.clamp(-1, 1),
+    "relu": lambda x, _: x.relu(),
+    "gelu": lambda x, _: functional.gelu(x),
+    "silu": lambda x, _: functional.silu(x),
+    "softplus": lambda x, _: functional.softplus(x),
+    "leaky_relu": lambda x, _: functional.leaky_relu(x),
+    "elu": lambda x, _: functional.elu(x),
+}
 
 
 def make_tensors(meeting_file: str) -> dict[str, dict[str, Any]]:
@@ -84,10 +109,32 @@ def measure(tensors: dict[str, dict[str, Any]], num_rounds: int) -> dict[str, di
         for name, operator in OPERATORS.items():
             check(name, operator, tensors)
             found[f"{name}, grad" if grad else name] = time_kinds(operator, tensors, num_rounds)
+    for name, function in POINTWISE.items():
+        add_backward(name, function, tensors)
+        found[f"{name}, backward"] = time_kinds(lambda t: t["graph"](), tensors, num_rounds)
     with torch.no_grad():
+        for name, function in POINTWISE.items():
+            operator = lambda t, one=function: one(t["rows"], t["other"])  # noqa: E731 - a function of its own
+            found.setdefault(f"{name}, forward", time_kinds(operator, tensors, num_rounds))
         for name, operator in IN_PLACE.items():
             found[name] = time_kinds(operator, tensors, num_rounds)
     return found
+
+
+def add_backward(
+    name: str, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tensors: dict[str, dict[str, Any]]
+) -> None:
+    """Give each kind's tensors a "graph", which computes the gradient of an operator's first input."""
+    expected = None
+    for kind in KINDS:
+        own = tensors[kind]
+        result, rows = function(own["rows"], own["other"]), own["rows"]
+        own["graph"] = functools.partial(torch.autograd.grad, result, rows, own["other"].detach(), retain_graph=True)
+        (grad,) = own["graph"]()
+        grad = grad.full_tensor() if kind != "plain" else grad
+        expected = grad if expected is None else expected
+        if not torch.allclose(grad, expected, atol=1e-5):
+            raise RuntimeError(f"the gradient of {name} on distributed tensors of {kind} is not the plain one")
 
 
 def time_kinds(
@@ -134,6 +181,12 @@ def main() -> None:
             f"{name:24} {times['plain']:8.2f} {times['ferrodist']:10.2f} {times['torch']:8.2f}"
             f"   {ours:8.2f} / {theirs:6.2f} = {ours / theirs:5.2f}"
         )
+    for suffix in ("forward", "backward"):
+        ours = sorted(
+            found[f"{name}, {suffix}"]["ferrodist"] - found[f"{name}, {suffix}"]["plain"] for name in POINTWISE
+        )
+        middle = statistics.median(ours)
+        print(f"{len(ours)} pointwise operators, {suffix}: median overhead {middle:.2f}, most {ours[-1]:.2f}")
     if options.plot:
         draw(found, options.plot)
 
@@ -142,7 +195,7 @@ def draw(found: dict[str, dict[str, float]], path: str | Path) -> None:
     """Draw the overheads."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - only for plots
 
-    figure = Figure(figsize=(8, 7), layout="constrained", dpi=150)
+    figure = Figure(figsize=(8, 14), layout="constrained", dpi=150)
     axes = figure.subplots()
     names = list(reversed(found))
     for offset, kind, color in ((0.2, "ferrodist", "#08519c"), (-0.2, "torch", "#bbbbbb")):

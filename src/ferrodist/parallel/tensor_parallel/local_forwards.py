@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ferrodist.parallel.tensor_parallel.wrapped_forwards import map_nested
 from ferrodist.tensor.dtensor import DTensor, wrap_local
 from ferrodist.tensor.linear import linear
 from ferrodist.tensor.placement import Replicate
@@ -22,6 +23,8 @@ from ferrodist.torch_private.modules import own_buffers, own_modules, own_parame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ferrodist.mesh import DeviceMesh
 
 _REPLICATED = (Replicate(),)
 
@@ -33,7 +36,7 @@ def make_local_forward(module: nn.Module) -> Callable[..., Any]:
         return module.forward
     if kind.forward is nn.Linear.forward and isinstance(module, nn.Linear):
         return LinearForward(module)
-    # Norms by their names, as most are classes of the models': they draw no random numbers and have no state.
+    # Norms by their names, as most are classes of the models': they draw no random numbers, and few have state.
     is_norm = kind.__name__.endswith("Norm") and not own_buffers(module) and not own_modules(module)
     return NormForward(module) if is_norm else module.forward
 
@@ -47,6 +50,7 @@ class NormForward:
 
     def __init__(self, module: nn.Module) -> None:
         self._forward: Any = module.forward
+        self._has_state = False  # set by the first forward that assigns to an attribute
         functools.update_wrapper(self, self._forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,18 +62,33 @@ class NormForward:
         if (
             kwargs
             or not args
+            or self._has_state
             or not all(isinstance(one, DTensor) and one.placements == _REPLICATED for one in args)
             or any(map(_is_sharded, parameters.values()))
+            # Parametrizations and hooks that compute parameters, which would be DTensors.
+            or own_modules(module)
+            or own_buffers(module)
+            or any(isinstance(one, DTensor) for one in module.__dict__.values())
         ):
             return self._forward(*args, **kwargs)
         # The module's own code, on another module with local parameters: this one may run in other threads too.
         local: nn.Module = object.__new__(type(module))
         own = {name: one.to_local() if isinstance(one, DTensor) else None for name, one in parameters.items()}
-        local.__dict__.update(module.__dict__, _parameters=own)
+        before = {**module.__dict__, "_parameters": own}
+        local.__dict__.update(before)
         result = type(module).forward(local, *[one.to_local() for one in args])
-        if not isinstance(result, torch.Tensor) or isinstance(result, DTensor):
-            return result
-        return wrap_local(result, DTensorSpec.make(args[0].mesh, _REPLICATED, result.shape, result.dtype))
+        after = local.__dict__
+        if len(after) != len(before) or any(after.get(name) is not one for name, one in before.items()):
+            self._has_state = True
+            return self._forward(*args)
+        mesh = args[0].mesh
+        return map_nested(lambda one: _wrap(one, mesh), result)
+
+
+def _wrap(result: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    if isinstance(result, DTensor):
+        return result
+    return wrap_local(result, DTensorSpec.make(mesh, _REPLICATED, result.shape, result.dtype))
 
 
 class LinearForward:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 import ferrodist as fd
 from ferrodist.tensor.linear import linear
@@ -170,6 +171,76 @@ def test_copies_of_a_parallel_model_have_layers_of_their_own():
         return model(random(2, 6)).abs().max().item(), other(random(2, 6)).abs().max().item()
 
     assert all(zeroed == 0 and kept > 0 for zeroed, kept in run_ranks(program, 2))
+
+
+class TwoResultsNorm(CountingNorm):
+    """A norm that adds the residual, too."""
+
+    def forward(self, x, residual):
+        total = x + residual
+        return super().forward(total), {"residual": total}
+
+
+class StatefulNorm(CountingNorm):
+    """A norm that counts its calls, and keeps its last result for others."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = super().forward(x) * self.calls
+        return self.last
+
+
+class Doubled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight):
+        return weight * 2
+
+
+class NormedSum(nn.Module):
+    """A norm in a network of linear layers."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.up, self.out, self.norm = nn.Linear(6, 8), nn.Linear(8, 6), kind()
+
+    def forward(self, x):
+        hidden = self.out(torch.tanh(self.up(x)))
+        if isinstance(self.norm, TwoResultsNorm):
+            result, others = self.norm(hidden, x)
+            return self.out(self.up(result)) * others["residual"]
+        result = self.norm(hidden)
+        return self.out(self.up(result)) * getattr(self.norm, "last", hidden)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("kind", [TwoResultsNorm, StatefulNorm, CountingNorm])
+@pytest.mark.parametrize("is_parametrized", [False, True])
+def test_norms_of_unusual_code(n, kind, is_parametrized):
+    """Several results, attributes that a forward assigns, and parameters that are computed act as without shards."""
+    torch.manual_seed(0)
+    network, x = NormedSum(kind).double(), random(2, 5, 6)
+
+    def steps(model):
+        if is_parametrized:
+            parametrize.register_parametrization(model.norm, "weight", Doubled())
+        results = [model(x) for _ in range(3)]
+        torch.stack(results).square().sum().backward()
+        return [*results, *[one.grad for one in model.parameters()]], getattr(model.norm, "calls", 0)
+
+    expected, num_calls = steps(copy.deepcopy(network))
+
+    def program(group):
+        plan = {"up": fd.ColumnParallel(), "out": fd.RowParallel()}
+        found, calls = steps(fd.parallelize(copy.deepcopy(network), fd.DeviceMesh(group, (n,)), plan))
+        return [one.full_tensor() if isinstance(one, fd.DTensor) else one for one in found], calls
+
+    for found, calls in run_ranks(program, n):
+        assert calls == num_calls
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_autocast_reaches_linear_layers():
