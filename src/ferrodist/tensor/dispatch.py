@@ -27,10 +27,15 @@ from ferrodist.tensor.fallback import (
 )
 from ferrodist.tensor.op_strategy import OpCall, bind_arguments, find_all, map_tensors, select_strategy, split_arguments
 from ferrodist.tensor.ops.table import RULES
-from ferrodist.tensor.plain_tensors import REFUSE_SCALARS, find_plain, plain_caller, record_scalars
+from ferrodist.tensor.plain_tensors import (
+    REFUSE_SCALARS,
+    find_plain,
+    plain_caller,
+    record_scalars,
+    returned_arguments,
+)
 from ferrodist.tensor.redistribute import redistribute_local
 from ferrodist.tensor.spec import DTensorSpec
-from ferrodist.torch_private.autograd import current_graph_task
 from ferrodist.torch_private.modes import no_modes, num_dispatch_modes
 from ferrodist.torch_private.operators import plain_call, private_aten, schema_of
 
@@ -263,7 +268,7 @@ def _prepare(
     try:
         cached = _select(call, rule)
     except _NoStrategyError as error:
-        return functools.partial(_reduce_written_first, func, dtensor_type, str(error))
+        return functools.partial(_write_redistributed, func, dtensor_type, str(error))
     if (func.is_view or func is _UNSAFE_VIEW) and not cached.written:
         cached.offsets = [int(meta.storage_offset()) for meta in call.results]
         cached.view_kind = _own_memory_kind(func, rule, call.inputs[0], cached.specs[0])
@@ -288,19 +293,35 @@ class _NoStrategyError(UnsupportedOpError):
     """No strategy of an operator keeps the placements of its written arguments."""
 
 
-def _reduce_written_first(
+def _write_redistributed(
     func: torch._ops.OpOverload, dtensor_type: Any, refusal: str, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Reduce the partial tensors that a gradient's formula writes to, which are the formula's own."""
+    """Compute into copies with other placements, and bring what was written back to the tensors, which keep theirs.
+
+    The copies are whole where the tensors are partial, and replicated if that is not enough.
+    """
     names = [name for _, name in _written_arguments(func)]
-    written = [one for name, one in bind_arguments(func, args, kwargs).items() if name in names]
-    partial = [one for one in written if isinstance(one, dtensor_type) and one._spec is not one._spec.without_partial]
-    if current_graph_task() == -1 or not partial:
+    arguments = bind_arguments(func, args, kwargs)
+    pairs: list[tuple[Any, Any]] = []
+
+    def copy(tensor: Any) -> Any:
+        spec = tensor._spec
+        target = spec.replicated if spec is spec.without_partial else spec.without_partial
+        local = redistribute_local(tensor._local, spec, target)
+        made = dtensor_type._wrap(local.clone() if local is tensor._local else local, target)
+        pairs.append((tensor, made))
+        return made
+
+    copied = {name: map_tensors(copy, arguments[name], dtensor_type) for name in names}
+    if all(tensor._spec is made._spec for tensor, made in pairs):
         raise UnsupportedOpError(refusal)
-    for tensor in partial:
-        target = tensor._spec.without_partial
-        tensor._local, tensor._spec = redistribute_local(tensor._local, tensor._spec, target), target
-    return func(*args, **kwargs)
+    positional, named = split_arguments(func, arguments | copied)
+    func(*positional, **named)
+    for tensor, made in pairs:
+        tensor._local.copy_(redistribute_local(made._local, made._spec, tensor._spec))
+        after_write(tensor)
+    returned = [arguments[name] for name in returned_arguments(func) if name is not None]
+    return returned[0] if len(returned) == 1 else tuple(returned) or None
 
 
 def _own_memory_kind(func: torch._ops.OpOverload, rule: OpRule, before: DTensorSpec, after: DTensorSpec) -> ViewKind:

@@ -31,7 +31,7 @@ from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import current_graph_task
 from ferrodist.torch_private.compilers import is_traced
 from ferrodist.torch_private.operators import can_decompose, private_aten, schema_of
-from ferrodist.torch_private.tensors import no_torch_dispatch
+from ferrodist.torch_private.tensors import call_heeding_conjugates, no_torch_dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,7 +127,7 @@ def compute_replicated(
             raise UnsupportedOpError(f"{func} of distributed tensors is not compiled: call it outside of torch.compile")
         check_generators(mesh, generator, str(func))
     positional, named = split_arguments(func, full)
-    results = func(*positional, **named)
+    results = call_heeding_conjugates(func, *positional, **named)
     for name in written:
         for tensor, value in zip(_listed(arguments[name]), _listed(full[name]), strict=True):
             if isinstance(tensor, dtensor_type):
@@ -203,6 +203,10 @@ def _wrap(result: Any, dtensor_type: Any, mesh: DeviceMesh, viewed: Any) -> Any:
     """A result as replicated distributed tensors; those that are views refuse writes, which would be lost."""
 
     def wrap(one: torch.Tensor) -> Any:
+        if one.layout is not torch.strided:
+            raise UnsupportedOpError(
+                f"distributed tensors are strided, and this result has layout {one.layout}: make it of full_tensor()"
+            )
         plain = one.resolve_conj().resolve_neg()
         spec = DTensorSpec.make(mesh, [Replicate()] * mesh.ndim, plain.shape, plain.dtype, plain.stride())
         if not isinstance(viewed, dtensor_type):
@@ -216,7 +220,9 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def find_substitute(func: torch._ops.OpOverload, dtensor_type: Any) -> Callable[..., Any]:
+def find_substitute(  # noqa: PLR0911 - a return for each kind of substitute
+    func: torch._ops.OpOverload, dtensor_type: Any
+) -> Callable[..., Any]:
     """A function that computes an operator without a rule by others, on full tensors, or raises."""
     if func in DECOMPOSITIONS:
         return DECOMPOSITIONS[func]
@@ -227,6 +233,8 @@ def find_substitute(func: torch._ops.OpOverload, dtensor_type: Any) -> Callable[
         return decomposed
     if torch.Tag.inplace_view in func.tags and (view := _functional_view(func)) is not None:
         return partial(_view_in_place, func, view)
+    if (new := _without_underscore(func)) is not None:
+        return partial(_compute_over, new)
     outs = [argument.name for argument in schema_of(func).arguments if argument.is_out]
     if (functional := _without_out(func, outs)) is not None:
         return partial(_compute_into, functional, outs)
@@ -277,6 +285,29 @@ def _without_out(func: torch._ops.OpOverload, outs: Sequence[str]) -> Any:
     return None
 
 
+def _without_underscore(func: torch._ops.OpOverload) -> Any:
+    """The operator that returns as a new tensor what this one writes to its first argument; None if there is none."""
+    name = schema_of(func).name.partition("::")[2]
+    packet = getattr(_aten, name.removesuffix("_"), None)
+    found = getattr(packet, func._overloadname, None) if name.endswith("_") else None
+    arguments, taken = schema_of(func).arguments, schema_of(found).arguments if found is not None else []
+    is_same = [(one.name, str(one.type)) for one in arguments] == [(one.name, str(one.type)) for one in taken]
+    return found if is_same and (found in RULES or found in DECOMPOSITIONS) else None
+
+
+def _compute_over(functional: torch._ops.OpOverload, /, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute an operator's new tensor, and write it over the first argument."""
+    result = functional(tensor, *args, **kwargs)
+    if result.shape != tensor.shape:
+        raise UnsupportedOpError(
+            f"{functional} gives a tensor of shape {tuple(result.shape)}, and what is written has"
+            f" {tuple(tensor.shape)}: a distributed tensor keeps its shape"
+        )
+    if not torch.can_cast(result.dtype, tensor.dtype):
+        raise RuntimeError(f"result type {result.dtype} of {functional} can't be cast to {tensor.dtype}")
+    return tensor.copy_(result)
+
+
 def _view_in_place(func: torch._ops.OpOverload, functional: Callable[..., Any], /, tensor: Any, *args: Any) -> Any:
     """Compute an in-place view operator by its functional form; `torch.matmul` of vectors ends with ``squeeze_``."""
     view = functional(tensor, *args)
@@ -290,7 +321,7 @@ def _view_in_place(func: torch._ops.OpOverload, functional: Callable[..., Any], 
 
 def _compute_into(functional: torch._ops.OpOverload, names: Sequence[str], /, *args: Any, **kwargs: Any) -> Any:
     """Compute an operator and copy its results to the ``out`` arguments of some names."""
-    outs = [kwargs.pop(name) for name in names]
+    outs = [out for name in names for out in _listed(kwargs.pop(name))]
     computed = functional(*args, **kwargs)
     results = [computed] if isinstance(computed, torch.Tensor) else list(computed)
     for out, result in zip(outs, results, strict=True):
@@ -302,6 +333,10 @@ def _compute_into(functional: torch._ops.OpOverload, names: Sequence[str], /, *a
         if not torch.can_cast(result.dtype, out.dtype):
             raise RuntimeError(f"result type {result.dtype} of {functional} can't be cast to that of out, {out.dtype}")
     for out, result in zip(outs, results, strict=True):
+        if not hasattr(out, "_spec"):  # torch makes such itself, for results that it drops
+            out.resize_(result.shape).copy_(full_local(result))
+            continue
         target = out if out.shape == result.shape else rebind(out, result.to(out.dtype, copy=True))
         target.copy_(result)
-    return outs[0] if len(outs) == 1 else tuple(outs)
+    returns = len(schema_of(functional).returns) == len(outs)
+    return (outs[0] if len(outs) == 1 else tuple(outs)) if returns else None

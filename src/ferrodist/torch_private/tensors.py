@@ -5,6 +5,7 @@
 `torch._C._disabled_torch_function_impl`             2.10 to 2.15
 `torch._C.DisableTorchFunction...`                   2.10 to 2.15
 `torch._C._DisableTorchDispatch`                     2.10 to 2.15
+`torch._C._ForceDispatchKeyGuard`, `_dispatch_tls_`  2.10 to 2.15; operators ignore conjugate bits without
 `torch._C._storage_Use_Count`, `Tensor._use_count`   2.10 to 2.15; gradients are copied without
 `UntypedStorage._cdata`                              2.10 to 2.15
 `UntypedStorage._checkpoint_offset`                  2.10 to 2.15, set on the meta device from 2.11 on
@@ -47,6 +48,30 @@ base_data: Any = torch.Tensor.__dict__.get("data", torch._C.TensorBase.data)  # 
 _STORAGE_REFS = 2  # references to the storage of a tensor that nobody else holds: the tensor's, and the counting
 
 _storage_uses = getattr(torch._C, "_storage_Use_Count", None)
+
+
+_force_keys = getattr(torch._C, "_ForceDispatchKeyGuard", None)
+
+
+def call_heeding_conjugates(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function in a dispatcher that heeds conjugate and negative bits; its results have neither.
+
+    Inside of ``__torch_dispatch__`` torch leaves out the layer that does, and an operator that conjugates on its way,
+    as gradients and decompositions of matrices do, computes with the wrong values.
+    """
+    if _force_keys is None:
+        return function(*args, **kwargs)
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor):
+        excluded = excluded.remove(key)
+    with _force_keys(torch._C._dispatch_tls_local_include_set(), excluded):
+        result = function(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            return result.resolve_conj().resolve_neg()
+        if not isinstance(result, list | tuple):
+            return result
+        resolved = [one.resolve_conj().resolve_neg() if isinstance(one, torch.Tensor) else one for one in result]
+        return resolved if isinstance(result, list) else tuple(resolved)
 
 
 def is_held_once(tensor: torch.Tensor) -> bool:

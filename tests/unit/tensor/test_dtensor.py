@@ -317,14 +317,14 @@ def test_an_operator_without_a_rule():
         mesh = DeviceMesh(group, (2,))
         full = make(4, 4)
         tensor = spread(full, mesh, Shard(0))
-        with pytest.raises(UnsupportedOpError, match=r"no rule for aten\._linalg_slogdet.*allow_replication"):
-            torch.linalg.slogdet(tensor)
+        with pytest.raises(UnsupportedOpError, match=r"no rule for aten\.geqrf.*allow_replication"):
+            torch.geqrf(tensor)
         with fd.allow_replication():
-            got = torch.linalg.slogdet(tensor)
-        torch.testing.assert_close(got.logabsdet.full_tensor(), torch.linalg.slogdet(full).logabsdet)
-        assert got.logabsdet.placements == (Replicate(),)
+            got = torch.geqrf(tensor)
+        torch.testing.assert_close(got.tau.full_tensor(), torch.geqrf(full).tau)
+        assert got.tau.placements == (Replicate(),)
         with pytest.raises(UnsupportedOpError):
-            torch.linalg.slogdet(tensor)  # outside of the block it is refused again
+            torch.geqrf(tensor)  # outside of the block it is refused again
 
     # Around all ranks: they are threads, and what to do with warnings is one for the process.
     with warnings.catch_warnings(record=True) as caught:

@@ -170,6 +170,7 @@ def _index_put(call: OpCall) -> EinsumPattern:
 RULES = rule_table(
     (move_rule(_index_select), "index_select.default"),
     (einsum_rule(_index_add), "index_add.default index_add_.default"),
+    (einsum_rule(partial(_index_write, ())), "index_reduce.default index_reduce_.default"),
     (einsum_rule(partial(_index_write, ((0, 2),))), "index_copy.default index_copy_.default"),
     (move_rule(_gather), "gather.default"),
     (move_rule(_index, is_data_dependent=_is_data_dependent), "index.Tensor _unsafe_index.Tensor"),

@@ -115,6 +115,17 @@ def _dropout(call: OpCall) -> LocalFunction:
     return drop
 
 
+def _draw_replicated(call: OpCall) -> LocalFunction:
+    """Draw by the elements of several tensors, which every rank has."""
+    mesh, operator = call.mesh, call.operator
+
+    def draw(*given: Any, generator: torch.Generator | None = None) -> Any:
+        check_generators(mesh, generator, str(operator))
+        return operator(*given, generator=generator)
+
+    return draw
+
+
 define_generator_check(check_generators)
 
 RULES = rule_table(
@@ -134,5 +145,9 @@ RULES = rule_table(
         "bernoulli.default poisson.default multinomial.default",
     ),
     (OpRule(strategies=keep_sharding, local=partial(_draw, reads_input=False)), "bernoulli.p"),
+    (
+        OpRule(strategies=all_replicated, local=_draw_replicated),
+        "normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor",
+    ),
     (OpRule(strategies=_dropout_strategies, local=_dropout), "native_dropout.default"),
 )

@@ -274,6 +274,13 @@ def _along_dims(linear: Sequence[Sequence[int]], call: OpCall, *, reduces: bool 
     return EinsumPattern(inputs=[labels], outputs=outputs, linear=() if _casts_inexactly(call) else linear)
 
 
+def _renorm(call: OpCall) -> EinsumPattern:
+    """The pattern of slices along a dim, each scaled to a largest norm by itself."""
+    kept = call["dim"] % call.inputs[0].ndim
+    labels = [dim if dim == kept else None for dim in range(call.inputs[0].ndim)]
+    return EinsumPattern(inputs=[labels], outputs=[labels])
+
+
 RULES = rule_table(
     (_rule(ReduceOp.SUM, linear=((0,),)), "sum.default sum.dim_IntList"),
     (_rule(ReduceOp.SUM), "nansum.default count_nonzero.default count_nonzero.dim_IntList"),
@@ -284,6 +291,7 @@ RULES = rule_table(
     (_rule(ReduceOp.MIN), "all.default all.dim all.dims _is_all_true.default"),
     (_rule(ReduceOp.MAX), "any.default any.dim any.dims _is_any_true.default"),
     (OpRule(strategies=all_replicated), "histc.default"),
+    (einsum_rule(_renorm), "renorm.default renorm_.default"),
     (
         einsum_rule(_cross_rank_reduction, local=_variance),
         "var.correction std.correction var_mean.correction std_mean.correction",

@@ -82,6 +82,8 @@ RULES = rule_table(
             " _adaptive_avg_pool3d.default _adaptive_avg_pool3d_backward.default"
         ),
     ),
+    (_rule(2), "max_unpool2d.default"),
+    (_rule(3), "max_unpool3d.default"),
     (_rule(2, ()), "max_pool2d_with_indices.default adaptive_max_pool2d.default"),
     (_rule(2), "max_pool2d_with_indices_backward.default adaptive_max_pool2d_backward.default"),
     (_rule(3, ()), "max_pool3d_with_indices.default adaptive_max_pool3d.default"),
