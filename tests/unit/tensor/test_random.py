@@ -6,7 +6,7 @@ from operator_checks import assert_same, make, placements_of, spread
 
 import ferrodist as fd
 from ferrodist import DeviceMesh, Partial, Replicate, Shard
-from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
+from ferrodist.errors import CollectiveMismatchError
 from ferrodist.tensor import factories
 from ferrodist.testing import run_ranks
 
@@ -124,15 +124,15 @@ def test_generators_in_different_states_raise_on_all_ranks():
     run_ranks(check, 3)
 
 
-def test_partial_sums_are_not_drawn():
-    """Drawing into a partial sum is refused: each rank would need other numbers."""
+def test_numbers_drawn_into_a_partial_sum_are_its_sum():
+    """If each rank kept all numbers, the sum would be their double."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
         x = spread(make(4, 5), mesh, [Partial()])
-        with pytest.raises(UnsupportedOpError, match="redistribute"):
-            x.normal_(generator=seeded())
-        assert_same(x, make(4, 5), "what could not be drawn")
+        x.normal_(generator=seeded())
+        assert x.placements == (Partial(),)
+        assert_same(x, make(4, 5).normal_(generator=seeded()), "what was drawn")
 
     run_ranks(check, 2)
 

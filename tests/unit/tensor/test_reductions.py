@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from operator_checks import NUM_RANKS, check_operator, make, spread
 
 from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard
-from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.ops.table import RULES
 from ferrodist.testing import run_ranks
 
@@ -254,18 +253,22 @@ def test_scalar_is_added_in_place_to_a_partial_sum_once():
     assert run_ranks(add, 4) == pytest.approx([expected] * 4)
 
 
-def test_partial_sums_are_masked_in_place_by_zeros_only():
+def test_partial_sums_are_masked_in_place():
+    """Zeros in each part, other numbers in the sum."""
+
     def mask(group):
         mesh = DeviceMesh(group, (2,))
         total = spread(make(4, 4), mesh, [Shard(0)]).sum(0)
         where = spread(make(4), mesh, [Replicate()]) > 0
         total.masked_fill_(where, 0.0)
-        with pytest.raises(UnsupportedOpError, match="masked_fill_"):
-            total.masked_fill_(where, 1.0)
-        return total.full_tensor()
+        zeros = total.full_tensor()
+        total.masked_fill_(where, 1.0)
+        assert total.placements == (Partial(),)
+        return zeros, total.full_tensor()
 
-    for found in run_ranks(mask, 2):
-        torch.testing.assert_close(found, make(4, 4).sum(0).masked_fill(make(4) > 0, 0.0))
+    for zeros, ones in run_ranks(mask, 2):
+        torch.testing.assert_close(zeros, make(4, 4).sum(0).masked_fill(make(4) > 0, 0.0))
+        torch.testing.assert_close(ones, make(4, 4).sum(0).masked_fill(make(4) > 0, 1.0))
 
 
 def test_from_local_with_long_placements():
