@@ -409,4 +409,4 @@ def test_a_norm_that_one_rank_asks_for():
         with pytest.raises(fd.DistributedError, match="Every rank must ask for it"):
             clip_grad_norm_(fsdp.parameters(), 1.0)
 
-    run_ranks(program, 2, timeout=2)
+    run_ranks(program, 2, timeout=4)
