@@ -59,8 +59,11 @@ def names(tmp_path_factory):
     return {**modules, **folders, "config": config, "mixtral_config": mixtral_config, "tokens": tokens}
 
 
-def run_blocks(names, *titles):
-    """Run the blocks of some sections on two ranks, and return what rank 0 has at the end."""
+def run_blocks(names, *titles, backend="simulated", result=lambda here: here):
+    """Run the blocks of some sections on two ranks, and return what rank 0 has at the end, or a part of it.
+
+    Blocks that call ``from_pretrained`` need ranks that are processes: it patches transformers while it runs.
+    """
 
     def program(group):
         here = {**names, "group": group, "__name__": "page"}
@@ -69,9 +72,13 @@ def run_blocks(names, *titles):
         for title in titles:
             for block in SECTIONS[title]:
                 exec(compile(block, f"docs/hugging-face.md, {title}", "exec"), here)
-        return here
+        return result(here)
 
-    return run_ranks(program, 2)[0]
+    return run_ranks(program, 2, backend=backend)[0]
+
+
+def graded_parameters(here):
+    return [name for name, one in here["adapted"].named_parameters() if one.grad is not None]
 
 
 def test_from_plan_to_text(names, capsys):
@@ -94,8 +101,7 @@ def test_from_plan_to_text(names, capsys):
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT 0.21 asks for it
 def test_lora(names):
     """The adapters alone have gradients, and are sharded as the layers beside them."""
-    found = run_blocks(names, "LoRA and other adapters (PEFT)")
-    graded = [name for name, one in found["adapted"].named_parameters() if one.grad is not None]
+    graded = run_blocks(names, "LoRA and other adapters (PEFT)", backend="native", result=graded_parameters)
     assert len(graded) == 8
     assert all("lora_" in name for name in graded)
 
@@ -110,11 +116,11 @@ def test_experts(names, capsys):
 
 def test_long_sequences_and_pipelines(names):
     """Both compute, and the pipeline's loss is that of the model."""
-    run_blocks(names, "Long sequences")
-    found = run_blocks(names, "Pipelines")
+    run_blocks(names, "Long sequences", backend="native", result=list)
+    loss = run_blocks(names, "Pipelines", backend="native", result=lambda here: here["loss"])
     whole = transformers.LlamaForCausalLM.from_pretrained(names["folder"])
     batch = {"input_ids": names["tokens"], "labels": names["tokens"]}
-    torch.testing.assert_close(found["loss"], whole(**batch).loss.detach(), check_dtype=False)
+    torch.testing.assert_close(loss, whole(**batch).loss.detach(), check_dtype=False)
 
 
 def test_the_trainer(tmp_path):

@@ -30,7 +30,7 @@ from ferrodist.tensor.replica_check import describe_module, describe_path
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import current_graph_task
 from ferrodist.torch_private.compilers import is_traced
-from ferrodist.torch_private.operators import can_decompose, private_aten, schema_of
+from ferrodist.torch_private.operators import can_decompose, overload_name, private_aten, schema_of
 from ferrodist.torch_private.tensors import call_heeding_conjugates, no_torch_dispatch
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def _without_underscore(func: torch._ops.OpOverload) -> Any:
     """The operator that returns as a new tensor what this one writes to its first argument; None if there is none."""
     name = schema_of(func).name.partition("::")[2]
     packet = getattr(_aten, name.removesuffix("_"), None)
-    found = getattr(packet, func._overloadname, None) if name.endswith("_") else None
+    found = getattr(packet, overload_name(func), None) if name.endswith("_") else None
     arguments, taken = schema_of(func).arguments, schema_of(found).arguments if found is not None else []
     is_same = [(one.name, str(one.type)) for one in arguments] == [(one.name, str(one.type)) for one in taken]
     return found if is_same and (found in RULES or found in DECOMPOSITIONS) else None

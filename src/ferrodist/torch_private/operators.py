@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _NAMES = frozenset(
     {
         "has_same_storage_numel",
+        "linalg_check_errors",
+        "linalg_solve_ex",
         "local_scalar_dense",
         "log_softmax",
         "log_softmax_backward_data",
@@ -62,6 +64,11 @@ private_aten: Any = _PrivateAten()
 def schema_of(operator: Any) -> Any:
     """Return the arguments and results of an operator."""
     return operator._schema
+
+
+def overload_name(operator: Any) -> str:
+    """Return the name of an operator's overload, without the operator's."""
+    return str(operator._overloadname)
 
 
 def overloads(names: str) -> Iterator[torch._ops.OpOverload]:

@@ -16,7 +16,7 @@ from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, all_replicated, 
 from ferrodist.tensor.ops.pointwise import broadcast_labels
 from ferrodist.tensor.redistribute import full_local
 from ferrodist.tensor.spec import DTensorSpec
-from ferrodist.torch_private.operators import plain_call
+from ferrodist.torch_private.operators import plain_call, private_aten
 from ferrodist.torch_private.tensors import call_heeding_conjugates
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _is_vector(call: OpCall) -> bool:
     matrix, right = call.arguments.get("A"), call.arguments.get("B")
     if not isinstance(matrix, DTensorSpec) or not isinstance(right, DTensorSpec):
         return False
-    is_solve = call.operator.overloadpacket is _aten._linalg_solve_ex
+    is_solve = call.operator.overloadpacket is private_aten.linalg_solve_ex
     return is_solve and (right.ndim == 1 or (matrix.ndim - 1 == right.ndim and right.shape == matrix.shape[:-1]))
 
 
@@ -157,11 +157,11 @@ def _dist(one: Any, other: Any, p: float = 2) -> Any:
 
 def _check_errors(info: Any, api_name: str, *, is_matrix: bool) -> None:
     """Raise torch's error on all ranks if a kernel reports one for any matrix."""
-    _aten._linalg_check_errors(full_local(info), api_name, is_matrix=is_matrix)
+    private_aten.linalg_check_errors(full_local(info), api_name, is_matrix=is_matrix)
 
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    _aten._linalg_check_errors.default: _check_errors,
+    private_aten.linalg_check_errors.default: _check_errors,
     _aten.trace.default: _trace,
     _aten.dist.default: _dist,
 }

@@ -9,7 +9,7 @@ import torch
 
 from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, all_replicated, einsum_rule, rule_table
 from ferrodist.tensor.ops.view import DimMap, dim_map_rule
-from ferrodist.torch_private.operators import overloads
+from ferrodist.torch_private.operators import overload_name, overloads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -99,7 +99,7 @@ def _copy_view(view: torch._ops.OpOverload, /, *args: Any, **named: Any) -> Any:
 def _view_overload(copy: torch._ops.OpOverload) -> Any:
     """The view operator of which an operator returns the copy."""
     packet = getattr(_aten, copy.overloadpacket.__name__.removesuffix("_copy"), None)
-    return getattr(packet, copy._overloadname, None)
+    return getattr(packet, overload_name(copy), None)
 
 
 _COPIES = """
