@@ -66,8 +66,10 @@ def test_a_handler_that_raises_leaves_the_tensors_to_the_engine() -> None:
             group.recv(bytearray(1), 0)
             assert _outcome(lambda: [fd.allreduce(torch.full((1000,), 100.0)) for _ in range(1_000_000)])
             return 0
+        source = torch.ones(1000)
+        handles = [fd.async_allreduce(source)]  # starts a thread, in which Python must not be interrupted
+        enough = Deadline(1.5)
         signal.signal(signal.SIGALRM, strike)
-        source, handles, enough = torch.ones(1000), [], Deadline(1.5)
         while len(handles) < 2_000 and not enough.expired:  # on busy processors each may take a millisecond
             try:
                 signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, 3e-4))
