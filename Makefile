@@ -2,7 +2,7 @@
 # make test    run all tests, with one summary at the end
 # make sanitize  run the native tests under the sanitizers
 # make test-torch TORCH=2.15.0  run the tests that touch torch's insides with another torch, in an environment of its own
-# make zoo     distribute models of many families in each way, against one process (45 minutes on 2 cores)
+# make zoo     distribute models of many families in each way, against one process (takes long)
 # make bench   measure it beside gloo and MPI (25 minutes, on a quiet machine)
 # make check   formatting, lint, types, the dependency rule
 #

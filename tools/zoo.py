@@ -2,7 +2,7 @@
 
 ::
 
-    python tools/zoo.py                                            all cells, 45 minutes on 2 cores
+    python tools/zoo.py                                            all cells: takes long
     python tools/zoo.py --families "Llama;BERT" --columns tensor   some; the others keep their stored outcomes
 
 The outcomes go to ``docs/zoo.json``, and from there into ``docs/zoo.md``. A cell is a family distributed in one way. It

@@ -151,7 +151,7 @@ def resolve_initialiser(init: object, module: torch.nn.Module) -> Initialiser | 
 
 
 def empty_value(dtype: torch.dtype) -> float:
-    """What parameters have until they are loaded: NaN, so that none is used before; 0 in dtypes without it."""
+    """The elements of parameters that are not loaded yet: NaN, so that none is used before; 0 in dtypes without it."""
     return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
 
 

@@ -1,4 +1,4 @@
-"""Operators of `torch.library` for what graphs of torch.compile can't contain: moves of shards between ranks.
+"""Operators of `torch.library` that move shards between ranks in graphs of torch.compile.
 
 Where the compiler traces a program, shards are fake: they have a shape and no elements. Then `redistribute_local` and
 the check of plain tensors put one of these operators into the graph, which moves the elements when the graph runs. An
@@ -31,7 +31,7 @@ class _Move(NamedTuple):
 
 
 class _Named:
-    """What a graph names by a text."""
+    """An object that a graph names by a text."""
 
     __slots__ = ("__weakref__", "value")
 

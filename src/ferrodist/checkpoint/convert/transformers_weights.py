@@ -137,7 +137,7 @@ class _Conversion:
 
 @dataclass(frozen=True)
 class _Context:
-    """What an operation needs to know of its conversion."""
+    """The conversion to which an operation belongs."""
 
     converter: Any
     name: str

@@ -177,3 +177,10 @@ class ShardAxes:
             shard=shard.group if shard.size > 1 else None,
             replicate=replicate.group if replicate.size > 1 else None,
         )
+
+
+def check_prefetch(**counts: int) -> None:
+    """Raise ValueError unless numbers of units to prefetch are integers from 0 on."""
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"{name} must be a number of units, at least 0, not {count!r}")

@@ -19,12 +19,11 @@ import torch
 
 from ferrodist.arguments import check_bool, check_type
 from ferrodist.collectives.reduce import broadcast
-from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.fsdp.clip_grad import clip_gradients, unscale_gradients
-from ferrodist.parallel.fsdp.config import MixedPrecision, ShardAxes, ShardingStrategy
+from ferrodist.parallel.fsdp.config import MixedPrecision, ShardAxes, ShardingStrategy, check_prefetch
 from ferrodist.parallel.fsdp.dtensor_params import local_tensor, mesh_groups, use_local_params
 from ferrodist.parallel.fsdp.flat_shard import allow_shards, forbid_shards
-from ferrodist.parallel.fsdp.init import build_units, describe_empty, find_device, verify_units
+from ferrodist.parallel.fsdp.init import build_units, choose_device, describe_empty, find_device, verify_units
 from ferrodist.parallel.fsdp.optim_state_dict import OptimizerStateDict
 from ferrodist.parallel.fsdp.scheduler import UnitScheduler
 from ferrodist.parallel.fsdp.state_dict import ModelStateDict
@@ -133,7 +132,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
     ) -> None:
         super().__init__()
         _check_arguments(module, strategy, mixed_precision)
-        _check_prefetch(forward_prefetch=forward_prefetch, backward_prefetch=backward_prefetch)
+        check_prefetch(forward_prefetch=forward_prefetch, backward_prefetch=backward_prefetch)
         check_bool("cpu_offload", cpu_offload)
         check_bool("reshard_after_forward", reshard_after_forward)
         self.strategy = strategy
@@ -145,7 +144,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         reshards = strategy.reshards_after_forward and reshard_after_forward
         settings = f"{strategy.name}, {self._precision}, {forward_prefetch}, {backward_prefetch}, {reshards}"
         settings += describe_empty(specs, initialise)
-        self._device = _choose_device(find_device(specs, module, device), cpu_offload=cpu_offload)
+        self._device = choose_device(find_device(specs, module, device), cpu_offload=cpu_offload)
         verify_units(specs, module, self._axes, settings, device=self._device)
         self.module = module
         with torch.inference_mode(mode=False), use_local_params(specs) as dtensor_specs:
@@ -494,18 +493,3 @@ def _check_arguments(module: torch.nn.Module, strategy: object, mixed_precision:
         raise ValueError("the module belongs to an FSDP already, and its parameters are shards: build it anew")
     check_type(strategy, ShardingStrategy, "strategy must be a ShardingStrategy")
     check_type(mixed_precision, (MixedPrecision, NoneType), "mixed_precision must be a MixedPrecision or None")
-
-
-def _check_prefetch(**counts: int) -> None:
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"{name} must be a number of units, at least 0, not {count!r}")
-
-
-def _choose_device(device: torch.device, *, cpu_offload: bool) -> torch.device:
-    if cpu_offload and device.type != "cpu":
-        raise UnsupportedOpError(
-            f"cpu_offload=True keeps a model on the CPU and computes there, but this one is on {device}: leave it out,"
-            " or move the module with cpu()"
-        )
-    return device

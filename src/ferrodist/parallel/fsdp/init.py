@@ -116,6 +116,16 @@ def find_device(specs: Sequence[UnitSpec], root: torch.nn.Module, given: torch.d
     return found or torch.device("cpu")
 
 
+def choose_device(device: torch.device, *, cpu_offload: bool) -> torch.device:
+    """The device of a model's units, given that of its tensors."""
+    if cpu_offload and device.type != "cpu":
+        raise UnsupportedOpError(
+            f"cpu_offload=True keeps a model on the CPU and computes there, but this one is on {device}: leave it out,"
+            " or move the module with cpu()"
+        )
+    return device
+
+
 def _device_refusal(tensors: Mapping[str, torch.Tensor], device: torch.device, group: Backend) -> str | None:
     """The reason why a model can't be on its device, or None."""
     for name, tensor in tensors.items():
@@ -205,7 +215,7 @@ def _fill(flat: FlatParameters, device: torch.device) -> None:
 
 
 def describe_empty(specs: Sequence[UnitSpec], init: object) -> str:
-    """What must be the same on all ranks if parameters are left empty: which they are."""
+    """The names of the parameters that are left empty, which must be the same on all ranks."""
     if not isinstance(init, LeaveEmpty):
         return ""
     return f", empty {[name for spec in specs for name, each in spec.parameters.items() if each.is_meta]}"

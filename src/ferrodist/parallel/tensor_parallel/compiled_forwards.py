@@ -3,7 +3,7 @@
 [Note: compiled parallel modules]
 The compiler traces a model's own code, and sees DTensors as tensors. What the wrapped forwards do to inputs and outputs
 is a call in its graph, of a function that is given here, whose operators the compiler traces later: on shards, with the
-operators of `tensor.traced` for what moves between ranks. A graph names the placements by a text.
+operators of `tensor.traced` for moves between ranks. A graph names the placements by a text.
 
 What a graph can't have (data-dependent code, an operator without a rule) breaks it, or is an error with
 ``fullgraph=True``. Between graphs the wrapped forwards run as without a compiler.
