@@ -13,7 +13,7 @@ import ferrodist as fd
 from ferrodist.collectives.serialization import PackedValue
 from ferrodist.deadline import Deadline
 from ferrodist.parallel.ddp import bucket
-from ferrodist.parallel.fsdp import flat_param, fsdp, init
+from ferrodist.parallel.fsdp import flat_param, init
 from ferrodist.parallel.pipeline.schedule_executor import PendingRecv, send_value
 from ferrodist.parallel.pipeline.stage import Stage
 from ferrodist.testing import run_ranks
@@ -76,10 +76,10 @@ def test_device_of_models_from_the_meta_device() -> None:
 
 def test_offloading_is_for_modules_on_the_cpu() -> None:
     """A module on a GPU with cpu_offload is refused."""
-    assert fsdp._choose_device(_CPU, cpu_offload=True) == _CPU
-    assert fsdp._choose_device(_CUDA, cpu_offload=False) == _CUDA
+    assert init.choose_device(_CPU, cpu_offload=True) == _CPU
+    assert init.choose_device(_CUDA, cpu_offload=False) == _CUDA
     with pytest.raises(fd.UnsupportedOpError, match=r"cpu_offload=True.*on cuda:0"):
-        fsdp._choose_device(_CUDA, cpu_offload=True)
+        init.choose_device(_CUDA, cpu_offload=True)
 
 
 class _Unfinished:
