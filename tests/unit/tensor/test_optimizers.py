@@ -161,6 +161,34 @@ def test_fused_steps_refuse_buffers_with_other_placements():
     run_ranks(check, 2)
 
 
+def test_gradient_scaler_skips_steps_on_all_ranks():
+    """An infinite element of one rank's shard, beside other gradients that are finite or plain."""
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,))
+        parameters = [
+            torch.nn.Parameter(spread(make(4, 6), mesh, [Shard(0)])),
+            torch.nn.Parameter(spread(make(3), mesh, [Replicate()])),
+            torch.nn.Parameter(make(2)),
+        ]
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        before = make(4, 6)
+        for row, is_finite in ((0, True), (3, False)):
+            grad = torch.full((4, 6), 8.0, dtype=torch.float64)
+            grad[row] *= 1.0 if is_finite else torch.inf
+            scaler.scale(torch.zeros(()))
+            parameters[0].grad = spread(grad, mesh, [Shard(0)])
+            parameters[1].grad, parameters[2].grad = spread(make(3), mesh, [Replicate()]), make(2)
+            scaler.step(optimizer)
+            scaler.update()
+            before = before - 1.0 if is_finite else before
+            assert_same(parameters[0], before, f"finite: {is_finite}")
+        assert scaler.get_scale() == 4.0
+
+    run_ranks(check, 2)
+
+
 def test_out_arguments():
     """``out=`` of operators with a rule; a tensor of another shape is refused."""
 

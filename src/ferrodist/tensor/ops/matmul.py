@@ -45,5 +45,6 @@ RULES: dict[torch._ops.OpOverload, OpRule] = {
 }
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    _aten.vdot.default: lambda one, other: torch.dot(one.conj(), other)
+    _aten.vdot.default: lambda one, other: torch.dot(one.conj(), other),
+    _aten._foreach_mm.default: lambda ones, others: [torch.mm(*pair) for pair in zip(ones, others, strict=True)],
 }

@@ -322,6 +322,19 @@ def _any_norm(tensor: Any, p: Any = 2, *dims: Any, dtype: Any = None) -> Any:
     return torch.linalg.vector_norm(tensor, 2 if p is None else p, *dims, dtype=dtype)
 
 
+def _unscale(grads: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """Multiply gradients in place, and write 1 to ``found_inf`` if an element of any is infinite or NaN on any rank."""
+    by_mesh: dict[Any, list[Any]] = {}  # one collective for each mesh; None for plain tensors
+    for grad in grads:
+        mesh = getattr(grad, "mesh", None)
+        by_mesh.setdefault(mesh and mesh.identity, []).append(grad.isfinite().all())
+    are_finite = [bool(torch.stack(found).amin()) for found in by_mesh.values()]  # collectives, the same on all ranks
+    if not all(are_finite):
+        found_inf.fill_(1.0)
+    for grad in grads:
+        grad.mul_(inv_scale)
+
+
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten.aminmax.default: _both_extrema,
     _aten.norm.Scalar: _any_norm,
@@ -329,4 +342,6 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten.norm.ScalarOpt_dim_dtype: _any_norm,
     _aten.norm.ScalarOpt_dtype: _any_norm,
     _aten._foreach_norm.Scalar: lambda tensors, p=2, dtype=None: [_any_norm(one, p, dtype=dtype) for one in tensors],
+    _aten._foreach_max.default: lambda tensors: [torch.max(one) for one in tensors],
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
