@@ -94,6 +94,30 @@ def test_optimizer_steps_equal_plain_steps(name, variant):
                 run_ranks(check, NUM_RANKS[shape], shape, placements, where)
 
 
+@pytest.mark.parametrize("is_infinite", [False, True])
+def test_gradient_scaling(is_infinite):
+    """GradScaler unscales shards, and an infinity in the shard of one rank skips the step on all, along all axes."""
+    parameter, gradient = make(4, 6, dtype=torch.float32), make(4, 6, dtype=torch.float32, seed=1)
+
+    def check(group, shape, placements):
+        mesh = DeviceMesh(group, shape)
+        parameters = [torch.nn.Parameter(spread(parameter, mesh, where)) for where in placements]
+        optimizer, scaler = torch.optim.SGD(parameters, lr=1.0), torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        for one, where in zip(parameters, placements, strict=True):
+            one.grad = spread(gradient * 4, mesh, where)
+        if is_infinite and group.rank == 1:
+            parameters[0].grad.to_local()[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (2.0 if is_infinite else 4.0)
+        for one in parameters:
+            assert_same(one, parameter if is_infinite else parameter - gradient, "parameter")
+
+    run_ranks(check, 2, (2,), [[Shard(0)], [Replicate()]])
+    run_ranks(check, 4, (2, 2), [[Shard(0), Shard(1)], [Shard(1), Replicate()]])
+
+
 def test_in_place_writes_keep_placements():
     """Other inputs are redistributed to the written tensor's placements."""
     functions = [
@@ -157,34 +181,6 @@ def test_fused_steps_refuse_buffers_with_other_placements():
         with pytest.raises(UnsupportedOpError, match="_fused_sgd_"):
             optimizer.step()
         assert_same(parameter, make(4, 6), "what could not be written")
-
-    run_ranks(check, 2)
-
-
-def test_gradient_scaler_skips_steps_on_all_ranks():
-    """An infinite element of one rank's shard, beside other gradients that are finite or plain."""
-
-    def check(group):
-        mesh = DeviceMesh(group, (2,))
-        parameters = [
-            torch.nn.Parameter(spread(make(4, 6), mesh, [Shard(0)])),
-            torch.nn.Parameter(spread(make(3), mesh, [Replicate()])),
-            torch.nn.Parameter(make(2)),
-        ]
-        optimizer = torch.optim.SGD(parameters, lr=1.0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        before = make(4, 6)
-        for row, is_finite in ((0, True), (3, False)):
-            grad = torch.full((4, 6), 8.0, dtype=torch.float64)
-            grad[row] *= 1.0 if is_finite else torch.inf
-            scaler.scale(torch.zeros(()))
-            parameters[0].grad = spread(grad, mesh, [Shard(0)])
-            parameters[1].grad, parameters[2].grad = spread(make(3), mesh, [Replicate()]), make(2)
-            scaler.step(optimizer)
-            scaler.update()
-            before = before - 1.0 if is_finite else before
-            assert_same(parameters[0], before, f"finite: {is_finite}")
-        assert scaler.get_scale() == 4.0
 
     run_ranks(check, 2)
 
