@@ -251,6 +251,8 @@ def all_gather_with_sizes(
     tensor: torch.Tensor, sizes: Sequence[int], *, dim: int, group: Backend, timeout: float | None = None
 ) -> torch.Tensor:
     """`all_gather_uneven` with known sizes: rank r's tensor has ``sizes[r]`` along ``dim``."""
+    if is_profiling() and not is_recorded():
+        return record(all_gather_with_sizes, tensor, sizes, dim=dim, group=group, timeout=timeout)
     return execute(_all_gather(tensor, dim, group, None, timeout, sizes))
 
 
@@ -258,6 +260,8 @@ def reduce_scatter_with_sizes(
     tensor: torch.Tensor, sizes: Sequence[int], op: Op = ReduceOp.SUM, *, dim: int, group: Backend
 ) -> torch.Tensor:
     """`reduce_scatter` with given sizes: rank r gets ``sizes[r]`` along ``dim``. SUM is the gradient of all_gather."""
+    if is_profiling() and not is_recorded():
+        return record(reduce_scatter_with_sizes, tensor, sizes, op, dim=dim, group=group)
     return execute(_reduce_scatter(tensor, op, dim, group, None, None, sizes))
 
 
