@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     import ferrodist as fd
 
+BLUE, GRAY = "#08519c", "#bbbbbb"
+
 _Key = TypeVar("_Key")
 _WAIT = "_c10d_functional::wait_tensor"
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu")
@@ -201,7 +203,7 @@ def draw_bars(
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - only for plots
 
-    color_of = color_of or (lambda label: "#08519c" if label.startswith("ferrodist") else "#bbbbbb")
+    color_of = color_of or (lambda label: BLUE if label.startswith("ferrodist") else GRAY)
     heights = [0.32 * len(values) + 0.7 for values in panels.values()]
     figure = Figure(figsize=(8, sum(heights)), layout="constrained", dpi=150)
     plots = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
