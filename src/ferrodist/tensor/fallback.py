@@ -160,14 +160,13 @@ def compute_data_dependent(func: torch._ops.OpOverload, dtensor_type: Any, /, *a
     return compute_replicated(func, dtensor_type, args, kwargs)
 
 
-def _as_strided(
-    dtensor_type: Any, /, tensor: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> Any:
+def _as_strided(tensor: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
     """A view of memory: of a replicated tensor, or of a gathered one where operators without a rule may gather.
 
     Autograd takes such views of replicated tensors, for the gradient of writes to a view.
     """
     spec: DTensorSpec = tensor._spec
+    dtensor_type = type(tensor)
     local = tensor._local
     start = tensor.storage_offset()
     offset = 0 if storage_offset is None else storage_offset - start
@@ -190,6 +189,9 @@ def _as_strided(
         )
     full = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu").copy_(full_local(tensor))
     return _wrap(full.as_strided(size, stride, offset), dtensor_type, spec.mesh, tensor)
+
+
+DECOMPOSITIONS[torch.ops.aten.as_strided.default] = _as_strided  # here, since it may gather
 
 
 def _is_dense(spec: DTensorSpec) -> bool:
@@ -266,8 +268,6 @@ def find_substitute(  # noqa: PLR0911 - a return for each kind of substitute
     func: torch._ops.OpOverload, dtensor_type: Any
 ) -> Callable[..., Any]:
     """A function that computes an operator without a rule by others, on full tensors, or raises."""
-    if func is _aten.as_strided.default:
-        return partial(_as_strided, dtensor_type)
     if func in DECOMPOSITIONS:
         return DECOMPOSITIONS[func]
     if func in DATA_DEPENDENT:

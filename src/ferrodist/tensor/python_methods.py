@@ -13,8 +13,6 @@ from ferrodist.torch_private.compilers import is_called_by_compiler, is_traced
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.tensor.dtensor import DTensor
-
 _WRITES = {
     "iadd": "add_",
     "isub": "sub_",
@@ -35,10 +33,10 @@ then Python evaluates ``x += y`` as ``x = x + y``, and the tensor is not written
 _NUMBERS = ("__index__", "__int__", "__float__", "__complex__", "__bool__")
 
 
-def _number(name: str) -> Callable[[DTensor], Any]:
+def _number(name: str) -> Callable[[Any], Any]:
     own = getattr(torch.Tensor, name)
 
-    def convert(self: DTensor) -> Any:
+    def convert(self: Any) -> Any:
         """As of the full tensor; every rank of the mesh calls this.
 
         Computed on local tensors: `torch.tensor` of a list with DTensors calls this with their dispatch switched off.
@@ -51,12 +49,12 @@ def _number(name: str) -> Callable[[DTensor], Any]:
     return convert
 
 
-def _tolist(self: DTensor) -> Any:
+def _tolist(self: Any) -> Any:
     """The full tensor's elements as nested lists, or as a number; every rank of the mesh calls this."""
     return full_local(self).tolist()
 
 
-def _format(self: DTensor, spec: str) -> str:
+def _format(self: Any, spec: str) -> str:
     """Format the number of a scalar tensor, on every rank of the mesh.
 
     Without a format spec nothing is sent: a tensor that is not replicated is shown by its placements and shard.
@@ -66,7 +64,7 @@ def _format(self: DTensor, spec: str) -> str:
 
 
 def _refusal(name: str) -> Callable[..., Any]:
-    def refuse(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Refused, since each rank has a shard: call it on `full_tensor` or `to_local`."""
         if name == "untyped_storage" and is_called_by_compiler():  # which asks whether tensors share memory
             return torch.Tensor.untyped_storage(self)
