@@ -122,7 +122,7 @@ def load_hugging_face(
         planner.missing = [name for name in planner.missing if name not in allowed]
         # What other stages have is theirs to load.
         planner.unexpected = {key: path for key, path in planner.unexpected.items() if not parts or key not in shapes}
-    check_complete(planner, storage.url, group, deadline, strict=strict)
+    check_complete(planner, storage.url, group, deadline, strict=strict, one_reads=one_reads)
     reader = CheckpointReader(storage, manifest, verify=False)
     fill_targets(planner, reader, storage, group, deadline, one_reads=one_reads)
     build()
