@@ -229,6 +229,7 @@ class ReplicatedForward:
         state = self._state
         if state.graph_depth or find_dtensors([args, kwargs]):
             return self._forward(*args, **kwargs)
+        compiled_forwards.begin_model(state.model_name)
         name = state.graph_name
 
         def replicate(tensor: torch.Tensor) -> torch.Tensor:
@@ -304,6 +305,7 @@ class ParallelState:
         self._replication_warnings = ReplicationWarnings() if replicates else None
         self.forward_check = self.make_check()  # the check of plain tensors in forwards
         self.backward_check = self.make_check()  # the check of plain tensors in backward
+        self.model_name = compiled_forwards.name_model(self.forward_check, mesh)
         self._attach_backward_check()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
