@@ -20,6 +20,7 @@ from ferrodist.tensor.plain_tensors import (
     ACTIVE_CHECK,
     aliased_argument,
     find_check,
+    find_compiled_check,
     find_plain,
     replicate_plain,
     returned_arguments,
@@ -80,7 +81,7 @@ def _may_gather(func: torch._ops.OpOverload, dtensor_type: Any, args: Sequence[A
     """Return whether an operator's inputs may be gathered, by `allow_replication` or in a parallel model; warns."""
     specs = [one._spec for one in find_all(dtensor_type, [*args, *kwargs.values()])]
     is_backward = current_graph_task() != -1
-    check = find_check(specs[0].mesh, is_backward=is_backward)
+    check = find_check(specs[0].mesh, is_backward=is_backward) or find_compiled_check(specs[0].mesh)
     if check is not None and check.replication_warnings is not None:
         size_bytes = sum(make_plan(spec, spec.replicated).size_bytes for spec in specs)
         check.replication_warnings.warn(func, describe_path(check.path, is_backward=is_backward), size_bytes)

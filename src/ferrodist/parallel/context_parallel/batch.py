@@ -193,6 +193,9 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     for name, each in batch.items():
         if each.shape != ids.shape and not (name == "position_ids" and each.shape == (1, ids.shape[1])):
             raise ValueError(f"{name} must be of the shape of input_ids, {tuple(ids.shape)}, not {tuple(each.shape)}")
+    for name in ("input_ids", "labels", "position_ids"):
+        if name in batch and batch[name].dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"batch[{name!r}] must be of int64 or int32, not {batch[name].dtype}")
     mask = batch.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise ValueError(

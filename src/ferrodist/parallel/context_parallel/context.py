@@ -22,6 +22,7 @@ from ferrodist.parallel.context_parallel.batch import find_other_kind, stands_fo
 from ferrodist.parallel.context_parallel.multi_head import multi_head_attention
 from ferrodist.parallel.context_parallel.ring import ring_attention
 from ferrodist.parallel.context_parallel.ulysses import ulysses_attention
+from ferrodist.parallel.program_failures import report_failure
 from ferrodist.torch_private.compilers import outside_of_compiler
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ def context_parallel(
         cu_seqlens: Bounds of packed documents in the whole sequence.
         timeout: Seconds for each message; None takes the group's.
 
+    An error of the program in the block on some ranks ends the group: the others raise RankFailedError in the attention
+    that they are in or call next, within 10 s.
+
     Raises:
         TypeError, ValueError: An argument is wrong; or by the call of attention on all ranks: it has a mask, dropout, a
             sliding window, or heads that ranks can't share, or is `torch.nn.MultiheadAttention` with ``need_weights``.
@@ -90,8 +94,12 @@ def context_parallel(
     if isinstance(cu_seqlens, Iterator):  # every call of attention reads them
         cu_seqlens = tuple(cu_seqlens)
     mode = _AttentionMode(method, group, causal=causal, options={"cu_seqlens": cu_seqlens, "timeout": limit})
-    with mode:
-        yield
+    try:
+        with mode:
+            yield
+    except Exception as error:
+        report_failure(group, "context_parallel", error)
+        raise
     if not mode.num_calls:
         raise RuntimeError(
             "context_parallel: nothing inside of the block called"
