@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import ferrodist as fd
-from ferrodist.parallel.context_parallel import block_attention
+from ferrodist.parallel.context_parallel import block_attention, layout
 from ferrodist.parallel.context_parallel import ring as module
 from ferrodist.testing import run_ranks
 
@@ -65,6 +65,17 @@ def test_outputs_and_gradients_are_those_of_one_process(monkeypatch, num_ranks, 
     check(run_ranks(lambda group: sharded(group, *data, causal=causal), num_ranks), alone(*data, causal=causal))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("bounds", [None, [0, 37], [0, 9, 9, 26, 37]])
+@pytest.mark.parametrize("causal", [False, True])
+def test_pieces_are_joined_again(monkeypatch, num_ranks, bounds, causal):
+    """Keys of a long sequence travel in pieces, which cut chunks and documents, and whose gradients come home."""
+    monkeypatch.setattr(layout, "MIN_PIECE", 3)
+    data, cu_seqlens = inputs(37, key_heads=2), None if bounds is None else torch.tensor(bounds)
+    results = run_ranks(lambda group: sharded(group, *data, causal=causal, cu_seqlens=cu_seqlens), num_ranks)
+    check(results, alone(*data, causal=causal, cu_seqlens=cu_seqlens))
+
+
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 6])
 def test_ranks_may_have_few_tokens_or_none(length):
     """Sequences shorter than the number of chunks leave ranks without a token, which pass on what others have."""
@@ -103,8 +114,10 @@ def test_options_that_change_no_layout(options):
     assert all(torch.equal(*pair) for pair in zip(results[0], overlapped[0], strict=True))
 
 
-def test_without_a_mask_any_lengths_will_do():
-    """Attention to other tokens than the queries' own, divided in a way of the user's own."""
+@pytest.mark.parametrize("min_piece", [layout.MIN_PIECE, 2])
+def test_without_a_mask_any_lengths_will_do(monkeypatch, min_piece):
+    """Attention to other tokens than the queries' own, divided in a way of the user's own, in pieces, too."""
+    monkeypatch.setattr(layout, "MIN_PIECE", min_piece)
     q, k, v, grad = inputs(11, key_length=7)
 
     def program(group):
