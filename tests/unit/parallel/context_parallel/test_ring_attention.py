@@ -1,10 +1,14 @@
 """`ring_attention` against torch's attention over the whole sequence in one process."""
 
+import threading
+import time
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import ferrodist as fd
+from ferrodist.deadline import Deadline
 from ferrodist.parallel.context_parallel import block_attention, layout
 from ferrodist.parallel.context_parallel import ring as module
 from ferrodist.testing import run_ranks
@@ -137,6 +141,47 @@ def test_processes_give_the_bits_of_threads():
     threads = run_ranks(lambda group: sharded(group, *data, causal=True), 2)
     processes = run_ranks(lambda group: sharded(group, *data, causal=True), 2, backend="native")
     assert all(torch.equal(*pair) for pair in zip(threads[0], processes[1], strict=True))
+
+
+@pytest.mark.parametrize("backend", ["simulated", "native-threads", "gloo-threads"])
+def test_messages_arrive_while_blocks_are_computed(monkeypatch, backend):
+    """Nothing but the backend moves them: if it did so only in a wait, overlap would save nothing."""
+    under_way = threading.local()
+
+    class RingExchange(module.RingExchange):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            under_way.exchanges = [*getattr(under_way, "exchanges", []), self]
+
+        def wait(self):
+            under_way.exchanges.remove(self)
+            return super().wait()
+
+    arrived = []
+
+    def wait_for_arrival():
+        for exchange in under_way.exchanges:
+            deadline = Deadline(20)
+            while not all(request.done() for request in exchange._requests) and not deadline.expired:
+                time.sleep(0)
+            arrived.append(not deadline.expired)
+
+    class OnlineAttention(module.OnlineAttention):
+        def add(self, *args):
+            wait_for_arrival()
+            super().add(*args)
+
+    class AttentionGradients(module.AttentionGradients):
+        def add(self, *args):
+            wait_for_arrival()
+            super().add(*args)
+
+    for each in (RingExchange, OnlineAttention, AttentionGradients):
+        monkeypatch.setattr(module, each.__name__, each)
+    data = inputs(1024)  # 512 KiB of keys and values a rank: more than travels without being asked for
+    results = run_ranks(lambda group: sharded(group, *data), 2, backend=backend)
+    assert arrived == [True] * 6  # a rank's keys in forward, and in backward keys and gradients
+    check(results, alone(*data))
 
 
 def test_inputs_of_any_strides_and_gradients_of_one_number():
