@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed
 import torch.distributed.checkpoint as dcp
+from figures import BLUE, GRAY, draw_bars, print_machine, run_with_meeting, slowest, torch_world
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard as TorchShard
 
 import ferrodist as fd
 from ferrodist.checkpoint import AsyncCheckpointer, load_distributed, save_distributed
-from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,19 +134,15 @@ def measure(
     group: fd.Backend, mib: int, num_rounds: int, folder: str, meeting_file: str
 ) -> dict[tuple[str, str], list[float]]:
     """Measure as one rank: seconds of each round, by kind and system."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{meeting_file}", rank=group.rank, world_size=group.world_size
-    )
-    rank = Rank(group, mib, Path(folder))
-    seconds: dict[tuple[str, str], list[float]] = {}
-    for number in range(num_rounds + 1):
-        found = measure_round(rank, number) | measure_blocking(rank, number)
-        for key, taken in found.items() if number else ():  # the first one warms up
-            seconds.setdefault(key, []).append(taken)
-        if group.rank == 0:
-            print(f"round {number} of {num_rounds}", flush=True)
-    torch.distributed.destroy_process_group()
+    with torch_world(group, meeting_file):
+        rank = Rank(group, mib, Path(folder))
+        seconds: dict[tuple[str, str], list[float]] = {}
+        for number in range(num_rounds + 1):
+            found = measure_round(rank, number) | measure_blocking(rank, number)
+            for key, taken in found.items() if number else ():  # the first one warms up
+                seconds.setdefault(key, []).append(taken)
+            if group.rank == 0:
+                print(f"round {number} of {num_rounds}", flush=True)
     return seconds
 
 
@@ -192,12 +188,9 @@ def main() -> None:
     parser.add_argument("--folder", help="where to write; the system's folder for temporary files by default")
     parser.add_argument("--plot", help="a PNG file for the rates")
     options = parser.parse_args()
+    print_machine()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        arguments = (options.mib, options.rounds, folder, f"{folder}/meeting")
-        results = run_ranks(measure, 2, *arguments, backend="native", timeout=3600)
-    seconds = {
-        key: [max(pair) for pair in zip(*[result[key] for result in results], strict=True)] for key in results[0]
-    }
+        seconds = slowest(run_with_meeting(measure, 2, options.mib, options.rounds, folder))
     print(f"{options.mib} MiB, {options.rounds} rounds")
     print(f"{'':44} {'GiB/s':>8} {'least':>8} {'most':>8} {'ms':>9}")
     rates = {}
@@ -207,22 +200,9 @@ def main() -> None:
         label, middle = f"{kind}: {system}", 1e3 * statistics.median(own)
         print(f"{label:44} {statistics.median(rate):8.2f} {min(rate):8.2f} {max(rate):8.2f} {middle:9.1f}")
     if options.plot:
-        draw(rates, options.plot, options.mib)
-
-
-def draw(rates: dict[tuple[str, str], float], path: str, mib: int) -> None:
-    """Draw the rates of saving and loading."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - only for plots
-
-    figure = Figure(figsize=(8, 3.4), layout="constrained", dpi=150)
-    axes = figure.subplots()
-    keys = [key for key in reversed(list(rates)) if key[0] != "blocked"]
-    colors = ["#08519c" if system.startswith("ferrodist") else "#bbbbbb" for _, system in keys]
-    bars = axes.barh([f"{kind}: {system}" for kind, system in keys], [rates[key] for key in keys], color=colors)
-    axes.bar_label(bars, fmt="%.2f", padding=3)
-    axes.set(title=f"Saving and loading {mib} MiB with two ranks", xlabel="GiB/s")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, format="png")
+        bars = {f"{kind}: {system}": rate for (kind, system), rate in rates.items() if kind != "blocked"}
+        title = f"Saving and loading {options.mib} MiB with two ranks"
+        draw_bars(options.plot, {title: bars}, "GiB/s", color_of=lambda label: BLUE if ": ferrodist" in label else GRAY)
 
 
 if __name__ == "__main__":

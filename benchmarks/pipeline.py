@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
+from figures import draw_bars, print_machine, run_with_meeting, slowest, torch_world
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional
@@ -37,7 +37,6 @@ from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 Kind = fd.PipelineSchedule
 PEERS = {
@@ -151,25 +150,23 @@ def time_steps(contender: Contender, group: fd.Backend, num_steps: int) -> float
 
 def compare_peers(group: fd.Backend, num_rounds: int, num_steps: int, meeting_file: str) -> dict[Any, list[float]]:
     """Question 1, as one rank."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting_file}", rank=group.rank, world_size=2)
     found: dict[Any, list[float]] = {}
-    for size, (width, samples) in SIZES.items():
-        generator = torch.Generator().manual_seed(1)
-        batch = [torch.randn(NUM_MICROBATCHES * samples, width, generator=generator) for _ in range(2)]
-        for kind, (_, stages_per_rank) in PEERS.items():
-            contenders = {
-                "ours": make_ours(group, kind, width, batch),
-                "torch": make_peer(group.rank, kind, width, batch),
-            }
-            for contender in contenders.values():
-                check(contender, width, 2 * stages_per_rank, batch)
-            for _ in range(num_rounds):
-                for name, contender in contenders.items():
-                    found.setdefault((size, kind.value, name), []).append(time_steps(contender, group, num_steps))
-            if group.rank == 0:
-                print(f"measured {kind.value} with activations of {size}", flush=True)
-    torch.distributed.destroy_process_group()
+    with torch_world(group, meeting_file):
+        for size, (width, samples) in SIZES.items():
+            generator = torch.Generator().manual_seed(1)
+            batch = [torch.randn(NUM_MICROBATCHES * samples, width, generator=generator) for _ in range(2)]
+            for kind, (_, stages_per_rank) in PEERS.items():
+                contenders = {
+                    "ours": make_ours(group, kind, width, batch),
+                    "torch": make_peer(group.rank, kind, width, batch),
+                }
+                for contender in contenders.values():
+                    check(contender, width, 2 * stages_per_rank, batch)
+                for _ in range(num_rounds):
+                    for name, contender in contenders.items():
+                        found.setdefault((size, kind.value, name), []).append(time_steps(contender, group, num_steps))
+                if group.rank == 0:
+                    print(f"measured {kind.value} with activations of {size}", flush=True)
     return found
 
 
@@ -263,11 +260,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of a round")
     parser.add_argument("--plot", help="a PNG file for the ratios")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (options.rounds, options.steps, f"{folder}/meeting")
-        results = run_ranks(compare_peers, 2, *arguments, backend="native", timeout=1800)
-    times = {key: [max(pair) for pair in zip(*[result[key] for result in results], strict=True)] for key in results[0]}
-    ratios = print_peers(times)
+    print_machine()
+    ratios = print_peers(slowest(run_with_meeting(compare_peers, 2, options.rounds, options.steps, timeout=1800)))
     print(f"\n{'four ranks that wait':28} {'ms a step':>10} {'predicted':>10} {'ratio':>8}")
     for kind, (taken, predicted) in run_ranks(
         compare_prediction, 4, options.rounds, 0.05, backend="native", timeout=900
@@ -279,7 +273,10 @@ def main() -> None:
         ideal = alone / 2 * (count + 1) / count
         print(f"{f'{count} microbatches':28} {1e3 * taken:10.1f} {1e3 * alone:10.1f} {ideal / taken:8.2f}")
     if options.plot:
-        draw(ratios, options.plot)
+        shades = dict(zip(SIZES, ("#08519c", "#3182bd", "#9ecae1"), strict=True))
+        bars = {f"{kind}, {size}": ratio for (size, kind), ratio in ratios.items()}
+        title = "torch over gloo: time of a step beside ferrodist's"
+        draw_bars(options.plot, {title: bars}, "ratio", line=1, color_of=lambda label: shades[label.split(", ")[-1]])
 
 
 def print_peers(times: dict[Any, list[float]]) -> dict[tuple[str, str], float]:
@@ -295,26 +292,6 @@ def print_peers(times: dict[Any, list[float]]) -> dict[tuple[str, str], float]:
             figures = f"{middle[0]:10.2f} {middle[1]:10.2f} {ratios[size, kind]:8.2f} {of[0]:8.2f} {of[-1]:8.2f}"
             print(f"{f'{size}, {kind}':28} {figures}")
     return ratios
-
-
-def draw(ratios: dict[tuple[str, str], float], path: str | Path) -> None:
-    """Draw how many times as long torch takes."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - only for plots
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained", dpi=150)
-    axes = figure.subplots()
-    keys = list(reversed(ratios))
-    shades = dict(zip(SIZES, ("#08519c", "#3182bd", "#9ecae1"), strict=True))
-    bars = axes.barh(
-        [f"{kind}, {size}" for size, kind in keys],
-        [ratios[key] for key in keys],
-        color=[shades[size] for size, _ in keys],
-    )
-    axes.bar_label(bars, fmt="%.2f", padding=3)
-    axes.axvline(1, color="#888888", linewidth=1, linestyle="--")
-    axes.set(title="torch over gloo: time of a step beside ferrodist's", xlabel="ratio")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, format="png")
 
 
 if __name__ == "__main__":

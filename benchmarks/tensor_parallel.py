@@ -1,175 +1,215 @@
-"""The communication overhead of tensor parallelism over two ranks.
+"""A training step of a whole Llama by tensor parallelism over two ranks, beside torch's ways and one process.
 
-    python benchmarks/tensor_parallel.py [--rounds 7] [--steps 10] [--plot network.png]
+    python benchmarks/tensor_parallel.py [--widths 512 2048] [--rounds 5] [--steps 5] [--plot tensor-parallel.png]
 
-Two ranks on one host, one computing thread each: a linear layer from 4096 to 16384 features, GELU, and one back, for
-64 tokens, without and with the gradients of weights and input. "half" is a rank's share, as plain layers of half the
-hidden features, without communication. Variants alternate in the same processes. A figure is the slower rank's time
-for a step, the median of the rounds; a ratio is the median of the rounds' ratios to "half". Outputs and gradients of
-all but "half" are compared with the unsharded network's, or the benchmark fails.
+A step is forward, backward and SGD of a LlamaForCausalLM of transformers: random weights, 8,192 words, 1 x 128 tokens,
+float32, 8 layers of 512 features (2 layers of wider ones). Two ranks on one host, one computing thread each, variants
+in turns in the same processes:
+
+- "ferrodist": ``fd.parallelize(model, mesh, "auto")``,
+- "transformers over ferrodist" and "over gloo": transformers' own tensor parallelism, by its plan, over groups of
+  torch.distributed with these backends,
+- "torch over gloo": ``parallelize_module`` of torch, layers and head by columns and rows,
+- "one process, 1 thread" and "2 threads": rank 0 alone, while rank 1 sleeps,
+- "local work": both ranks with a model of half the heads, features between layers and words, without communication:
+  what is left of a step if distribution costs nothing.
+
+A figure is the slower rank's time for a step, the median of the rounds; a ratio is the median of the rounds' ratios.
+The losses and the weights of all variants are compared with one process's, or the benchmark fails.
+
+Where the time goes is that of the middle one of three more steps, under torch's profiler: the messages, the time in
+which they move and that for which the other rank is waited for, and the matrix products, attention's with them. The
+rest of the step's median is everything else: other operators, their dispatch, the optimizer.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
-import tempfile
-import time
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed
-from torch import nn
+import transformers
+from figures import (
+    PARTS,
+    SPREAD,
+    StepProfile,
+    draw_bars,
+    median_ratio,
+    parts_of,
+    print_machine,
+    print_table,
+    profile_steps,
+    run_with_meeting,
+    slowest,
+    spread,
+    time_rounds,
+    torch_world,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 import ferrodist as fd
-from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from torch import nn
 
-WIDTH, HIDDEN, TOKENS = 4096, 16384, 64
-WARM_UP = 2
-VARIANTS = ("half", "ferrodist", "torch over gloo")
-KINDS = ("forward", "forward and backward")
+WORDS, TOKENS, HEAD = 8192, 128, 64
+ALONE = {"one process, 1 thread": 1, "one process, 2 threads": 2}
+OURS = "ferrodist"
+THEIRS = {
+    "transformers over ferrodist": "ferrodist",
+    "transformers over gloo": "gloo",
+    "torch over gloo": "gloo",
+}
+"""The backend of each."""
+
+LOCAL = "local work"
+VARIANTS = (OURS, *THEIRS, *ALONE, LOCAL)
+TORCH_PLAN = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {
+    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+    "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+    "model.layers.*.mlp.up_proj": ColwiseParallel(),
+    "model.layers.*.mlp.down_proj": RowwiseParallel(),
+    "lm_head": ColwiseParallel(output_layouts=Replicate()),
+}
 
 
-def make_network(hidden: int) -> nn.Sequential:
-    """The network, with the same weights wherever it is made."""
+def make_model(width: int, *, share: int = 1) -> nn.Module:
+    """The model, with the same weights wherever it is made; ``share`` divides what tensor parallelism divides."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, hidden), nn.GELU(), nn.Linear(hidden, WIDTH))
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=4 * width // share,
+        num_hidden_layers=8 if width <= 512 else 2,
+        num_attention_heads=width // HEAD // share,
+        num_key_value_heads=width // HEAD // share,
+        head_dim=HEAD,
+        vocab_size=WORDS // share,
+        pad_token_id=None,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+class Training:
+    """A model in training, on one batch."""
+
+    def __init__(self, model: nn.Module, num_threads: int = 1) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        words = model.config.vocab_size
+        self.batch = torch.randint(words, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+        self.num_threads = num_threads
+
+    def step(self) -> torch.Tensor:
+        """Forward, backward and the optimizer; returns the loss."""
+        torch.set_num_threads(self.num_threads)
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = self.model(input_ids=self.batch, labels=self.batch).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach()
+
+
+def make_variants(group: fd.Backend, width: int) -> dict[str, Training]:
+    """What is measured on this rank."""
+    model = make_model(width)
+    mesh = fd.DeviceMesh(group, (group.world_size,), ("tp",))
+    made = {OURS: Training(fd.parallelize(copy.deepcopy(model), mesh, "auto"))}
+    for variant, backend in THEIRS.items():
+        own = copy.deepcopy(model)
+        # Meshes with equal names are equal to torch, also over other groups: its caches would give one's group to both.
+        torch_mesh = DeviceMesh.from_group(
+            torch.distributed.new_group(backend=backend), "cpu", mesh_dim_names=(variant.replace(" ", "_"),)
+        )
+        if variant.startswith("transformers"):
+            apply_tensor_parallelism(own, torch_mesh, own._expand_parallel_plan(own.tp_plan))  # noqa: SLF001
+        else:
+            parallelize_module(own, torch_mesh, TORCH_PLAN)
+        made[variant] = Training(own)
+    for variant, num_threads in ALONE.items():
+        if group.rank == 0:
+            made[variant] = Training(copy.deepcopy(model), num_threads)
+    made[LOCAL] = Training(make_model(width, share=group.world_size))
+    return made
 
 
 def measure(
-    group: fd.Backend, num_rounds: int, num_steps: int, meeting_file: str
-) -> dict[tuple[str, str], list[float]]:
-    """Compute as one rank: seconds for a step, of each variant and kind, in each round."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{meeting_file}", rank=group.rank, world_size=group.world_size
-    )
-    mesh = fd.DeviceMesh(group, (group.world_size,), ("tp",))
-    torch_mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (group.world_size,))
-    torch.manual_seed(1)
-    tokens, grad = torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH)
-    networks = {
-        "half": make_network(HIDDEN // group.world_size),
-        "ferrodist": fd.parallelize(make_network(HIDDEN), mesh, {"0": fd.ColumnParallel(), "2": fd.RowParallel()}),
-        "torch over gloo": parallelize_module(
-            make_network(HIDDEN), torch_mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        ),
-    }
-    check(networks, tokens, grad)
-    seconds: dict[tuple[str, str], list[float]] = {(variant, kind): [] for variant in VARIANTS for kind in KINDS}
-    for number in range(1, num_rounds + 1):
-        for kind in KINDS:
-            step = forward if kind == "forward" else forward_and_backward
-            for variant in VARIANTS:
-                network = networks[variant]
-                taken = time_steps(step, network, tokens, grad, group=group, num_steps=num_steps)
-                seconds[variant, kind].append(taken)
-        if group.rank == 0:
-            print(f"round {number} of {num_rounds}", flush=True)
-    torch.distributed.destroy_process_group()
-    return seconds
+    group: fd.Backend, width: int, num_rounds: int, num_steps: int, meeting_file: str
+) -> tuple[dict[str, list[float]], dict[str, list[StepProfile]]]:
+    """Compute as one rank: seconds for a step, of each variant, in each round, and where a step's time goes."""
+    with torch_world(group, meeting_file):
+        variants = make_variants(group, width)
+        check(variants, group.rank)
+        steps = {variant: variants[variant].step if variant in variants else None for variant in VARIANTS}
+        seconds = time_rounds(steps, num_rounds, num_steps, label=f"{width} wide")
+        profiles = {}
+        for variant, step in steps.items():
+            torch.distributed.barrier()
+            if step is not None:
+                profiles[variant] = profile_steps(step)
+        for variant, expected in {OURS: "ferrodist", **THEIRS}.items():
+            if (over := profiles[variant][0].over) != {expected}:
+                raise RuntimeError(f"the messages of {variant!r} went over {sorted(over)}")
+        torch.distributed.barrier()
+    return seconds, profiles
 
 
-def forward(network: nn.Module, tokens: torch.Tensor, grad: torch.Tensor) -> None:
-    """One step without gradients."""
-    del grad
-    with torch.no_grad():
-        network(tokens)
-
-
-def forward_and_backward(network: nn.Module, tokens: torch.Tensor, grad: torch.Tensor) -> None:
-    """One step with gradients, which replace those before."""
-    network.zero_grad()
-    network(tokens.detach().requires_grad_()).backward(grad)
-
-
-def time_steps(
-    step: Callable[[nn.Module, torch.Tensor, torch.Tensor], None],
-    network: nn.Module,
-    tokens: torch.Tensor,
-    grad: torch.Tensor,
-    *,
-    group: fd.Backend,
-    num_steps: int,
-) -> float:
-    """Seconds for a step."""
-    for _ in range(WARM_UP):
-        step(network, tokens, grad)
-    group.barrier()
-    began = time.perf_counter()
-    for _ in range(num_steps):
-        step(network, tokens, grad)
-    return (time.perf_counter() - began) / num_steps
-
-
-def check(networks: dict[str, nn.Module], tokens: torch.Tensor, grad: torch.Tensor) -> None:
-    """Raise unless the divided networks compute what the undivided one does."""
-    whole = make_network(HIDDEN)
-    expected = run_once(whole, tokens, grad)
-    names = [name for name, _ in whole.named_parameters()]
-    del whole
-    for variant in VARIANTS[1:]:
-        got = run_once(networks[variant], tokens, grad)
-        for name, one, other in zip(["output", "input's gradient", *names], got, expected, strict=True):
-            error = ((one - other).abs().max() / other.abs().max()).item()
+def check(variants: dict[str, Training], rank: int) -> None:
+    """Raise unless divided models train as one process's does."""
+    found = {}
+    for variant in (OURS, *THEIRS, *list(ALONE)[:1]):
+        if variant in variants:
+            losses = [whole(variants[variant].step()) for _ in range(2)]
+            weights = {name: whole(one.detach()) for name, one in variants[variant].model.named_parameters()}
+            found[variant] = {"first loss": losses[0], "second loss": losses[1], **weights}
+    if rank:
+        return
+    expected = found.pop(next(iter(ALONE)))
+    for variant, values in found.items():
+        for name, value in expected.items():
+            error = ((values[name] - value).abs().max() / value.abs().max()).item()
             if error > 1e-5:
                 raise RuntimeError(f"{variant}: {name} is {error:.1e} off, relative to its largest element")
 
 
-def run_once(network: nn.Module, tokens: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
-    """The output, and all gradients whole."""
-    mine = tokens.clone().requires_grad_()
-    output = network(mine)
-    output.backward(grad)
-    found = [output.detach(), mine.grad, *[parameter.grad for parameter in network.parameters()]]
-    return [one.full_tensor() if hasattr(one, "full_tensor") else one for one in found]
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in full, if it is distributed; all ranks call this."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=10, help="of a round")
-    parser.add_argument("--plot", help="a PNG file for the ratios")
+    parser.add_argument("--widths", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="of a round")
+    parser.add_argument("--plot", help="a PNG file for the times")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (options.rounds, options.steps, f"{folder}/meeting")
-        results = run_ranks(measure, 2, *arguments, backend="native", timeout=1800)
-    times = {key: [max(pair) for pair in zip(*[result[key] for result in results], strict=True)] for key in results[0]}
-    ratios = {
-        (variant, kind): statistics.median(
-            own / half for own, half in zip(times[variant, kind], times["half", kind], strict=True)
-        )
-        for variant, kind in times
-    }
-    print(f"{'':40} {'ms a step':>10} {'least':>8} {'most':>8} {'to half':>8}")
-    for (variant, kind), own in sorted(times.items(), key=lambda item: KINDS.index(item[0][1])):
-        label, middle = f"{kind}, {variant}", statistics.median(own)
-        ratio = ratios[variant, kind]
-        print(f"{label:40} {1e3 * middle:10.1f} {1e3 * min(own):8.1f} {1e3 * max(own):8.1f} {ratio:8.3f}")
+    print_machine()
+    panels = {}
+    for width in options.widths:
+        results = run_with_meeting(measure, 2, width, options.rounds, options.steps)
+        times = slowest([seconds for seconds, _ in results])
+        two = times[list(ALONE)[1]]
+        rows = {}
+        for variant, own in times.items():
+            middle = statistics.median(own)
+            parts = parts_of([profiles[variant] for _, profiles in results if variant in profiles], middle)
+            rows[variant] = [*spread(own), f"{median_ratio(own, two):.2f}", *parts]
+        print_table(f"{width} wide", [*SPREAD, "to 2 threads", *PARTS], rows)
+        title = f"Training step of a Llama, {width} wide, 2 ranks"
+        panels[title] = {variant: 1e3 * statistics.median(own) for variant, own in times.items()}
     if options.plot:
-        draw(ratios, options.plot)
-
-
-def draw(ratios: dict[tuple[str, str], float], path: str | Path) -> None:
-    """Draw the ratios."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - only for plots
-
-    figure = Figure(figsize=(8, 2.6), layout="constrained", dpi=150)
-    axes = figure.subplots()
-    keys = [(variant, kind) for kind in reversed(KINDS) for variant in reversed(VARIANTS)]
-    colors = ["#08519c" if variant == "ferrodist" else "#bbbbbb" for variant, _ in keys]
-    bars = axes.barh([f"{kind}, {variant}" for variant, kind in keys], [ratios[key] for key in keys], color=colors)
-    axes.bar_label(bars, fmt="%.2f", padding=3)
-    axes.axvline(1, color="#888888", linewidth=1, linestyle="--")
-    axes.set(title="Time beside half of the network without communication", xlabel="ratio")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, format="png")
+        draw_bars(options.plot, panels, "ms", number="%.0f")
 
 
 if __name__ == "__main__":

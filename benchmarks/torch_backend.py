@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
-import tempfile
 import time
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+from figures import median_ratio, print_machine, run_with_meeting, torch_world
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
-
-from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -144,11 +141,8 @@ def train(wrap: Callable[[torch.nn.Sequential], torch.nn.Module], num_steps: int
 
 def measure(group: fd.Backend, backend: str, program: Callable[[], Result], meeting_file: str) -> Result:
     """Run as one rank of a world of torch's."""
-    torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"file://{meeting_file}", rank=group.rank, world_size=group.world_size)
-    result = program()
-    dist.destroy_process_group()
-    return result
+    with torch_world(group, meeting_file, backend):
+        return program()
 
 
 def main() -> None:
@@ -170,14 +164,12 @@ def main() -> None:
     }
     times: dict[tuple[str, str], list[float]] = {(name, way): [] for name in programs for way in programs[name]}
     norms: dict[str, set[float]] = {name: set() for name in programs}
-    print(f"load average {os.getloadavg()[0]:.1f} at the beginning, of {os.cpu_count()} cores")
+    print_machine()
     for number in range(1, options.rounds + 1):
         for name, ways in programs.items():
             for way, program in ways.items():
                 torch_backend = "ferrodist" if way == NOTHING else way
-                with tempfile.TemporaryDirectory() as folder:
-                    meeting = f"{folder}/meeting"
-                    results = run_ranks(measure, 2, torch_backend, program, meeting, backend="tcp", timeout=300)
+                results = run_with_meeting(measure, 2, torch_backend, program, backend="tcp", timeout=300)
                 times[name, way].append(max(result.seconds for result in results))
                 if way != NOTHING:
                     norms[name] |= {result.norm for result in results}
@@ -203,13 +195,8 @@ def report(times: dict[tuple[str, str], list[float]]) -> None:
         numbers = [statistics.median(theirs), statistics.median(ours), min(ours), max(ours)]
         texts = [f"{factor * each:9.1f}" for each in numbers]
         texts.append(f"{factor * statistics.median(none):9.1f}" if none else f"{'':9}")
-        texts.append(f"{ratio(theirs, ours):14.2f}" + (f" {ratio(theirs, none):8.2f}" if none else ""))
+        texts.append(f"{median_ratio(theirs, ours):14.2f}" + (f" {median_ratio(theirs, none):8.2f}" if none else ""))
         print(f"{name:26} {unit:>4} {' '.join(texts)}")
-
-
-def ratio(theirs: list[float], ours: list[float]) -> float:
-    """The speed of the second relative to the first, in the same rounds."""
-    return statistics.median(their / our for their, our in zip(theirs, ours, strict=True))
 
 
 if __name__ == "__main__":

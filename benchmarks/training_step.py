@@ -16,23 +16,21 @@ Whether it does depends on the program's other allocations, and is a third of th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
-import statistics
-import tempfile
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed
+from figures import SPREAD, draw_bars, median_ratio, print_machine, print_table, run_with_meeting, spread, torch_world
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ferrodist as fd
-from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 WIDTH, ROWS, NUM_LAYERS = 2048, 16, 4
 WARM_UP = 6
@@ -55,13 +53,17 @@ class Result(NamedTuple):
 
 def measure(group: fd.Backend, variant: str, num_steps: int, meeting_file: str) -> Result:
     """Train as one rank."""
+    with contextlib.ExitStack() as stack:
+        if "torch" in variant:
+            stack.enter_context(torch_world(group, meeting_file))
+        return train(group, variant, num_steps)
+
+
+def train(group: fd.Backend, variant: str, num_steps: int) -> Result:
+    """Train in the world of the variant."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model: torch.nn.Module = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)])
-    if "torch" in variant:
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{meeting_file}", rank=group.rank, world_size=group.world_size
-        )
     model, synchronise = wrap(model, variant, group)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     torch.manual_seed(1 + group.rank)
@@ -75,11 +77,7 @@ def measure(group: fd.Backend, variant: str, num_steps: int, meeting_file: str) 
         torch.nn.functional.mse_loss(model(inputs), targets).backward()
         synchronise()
         optimizer.step()
-    seconds = (time.perf_counter() - began) / num_steps
-    norm = norm_of(model)
-    if "torch" in variant:
-        torch.distributed.destroy_process_group()
-    return Result(seconds, norm)
+    return Result((time.perf_counter() - began) / num_steps, norm_of(model))
 
 
 def wrap(model: torch.nn.Module, variant: str, group: fd.Backend) -> tuple[torch.nn.Module, Callable[[], object]]:
@@ -122,27 +120,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of a round")
     parser.add_argument("--plot", help="a PNG file for the ratios")
     options = parser.parse_args()
+    print_machine()
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     norms: dict[str, float] = {}
     for number in range(1, options.rounds + 1):
         for variant in VARIANTS:
-            with tempfile.TemporaryDirectory() as folder:
-                arguments = (variant, options.steps, f"{folder}/meeting")
-                results = run_ranks(measure, 2, *arguments, backend="native", timeout=300)
+            results = run_with_meeting(measure, 2, variant, options.steps, timeout=300)
             times[variant].append(max(result.seconds for result in results))
             norms[variant] = results[0].norm
         print(f"round {number} of {options.rounds}", flush=True)
     check(norms)
-    ratios = {
-        variant: statistics.median(own / alone for own, alone in zip(times[variant], times["alone"], strict=True))
-        for variant in VARIANTS
-    }
-    print(f"{'':24} {'ms a step':>10} {'least':>8} {'most':>8} {'to alone':>9}")
-    for variant, own in times.items():
-        middle = statistics.median(own)
-        print(f"{variant:24} {1e3 * middle:10.1f} {1e3 * min(own):8.1f} {1e3 * max(own):8.1f} {ratios[variant]:9.2f}")
+    ratios = {variant: median_ratio(own, times["alone"]) for variant, own in times.items()}
+    rows = {variant: [*spread(own), f"{ratios[variant]:.2f}"] for variant, own in times.items()}
+    print_table("A training step", [*SPREAD, "to alone"], rows)
     if options.plot:
-        draw(ratios, options.plot)
+        draw_bars(options.plot, {"Time of a step beside that of a rank alone": ratios}, "ratio", line=1)
 
 
 def check(norms: dict[str, float]) -> None:
@@ -151,22 +143,6 @@ def check(norms: dict[str, float]) -> None:
     for variant, norm in norms.items():
         if variant != "alone" and not math.isclose(norm, expected, rel_tol=1e-6):
             raise RuntimeError(f"{variant} ended with weights of norm {norm}, torch's DDP with {expected}")
-
-
-def draw(ratios: dict[str, float], path: str | Path) -> None:
-    """Draw the ratios."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - only for plots
-
-    figure = Figure(figsize=(8, 3), layout="constrained", dpi=150)
-    axes = figure.subplots()
-    names = list(reversed(ratios))
-    colors = ["#bbbbbb" if "torch" in name or name == "alone" else "#08519c" for name in names]
-    bars = axes.barh(names, [ratios[name] for name in names], color=colors)
-    axes.bar_label(bars, fmt="%.2f", padding=3)
-    axes.axvline(1, color="#888888", linewidth=1, linestyle="--")
-    axes.set(title="Time of a step beside that of a rank alone", xlabel="ratio")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, format="png")
 
 
 if __name__ == "__main__":

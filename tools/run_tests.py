@@ -1,13 +1,13 @@
-"""Run all tests in parts side by side, with one summary at the end: ``make test``.
+"""Run all tests in parts, some side by side, with one summary at the end: ``make test``.
 
 ::
 
     python tools/run_tests.py                  # all parts
     python tools/run_tests.py --part tensor    # one part
 
-One part alone waits for threads and processes to wake for most of its time, so three fill two cores. Each is a pytest
-run of its own, with its output in build/tests/PART.log. A file that no part names belongs to the last one, so that
-nothing is left out.
+A test waits for threads and processes to wake for much of its time, so four parts at once fill two cores. Each part is
+a pytest run of its own, with its output in build/tests/PART.log. The parts start in the order of the table, those that
+take longest first. A file that no part names belongs to the last one, so that nothing is left out.
 """
 
 from __future__ import annotations
@@ -31,17 +31,22 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "tests"
 PARTS = {
-    "communication": (
-        *("tests/unit/collectives", "tests/unit/backends", "tests/unit/rendezvous", "tests/unit/checkpoint"),
-        *("tests/unit/launch", "tests/unit/mesh", "tests/unit/bench", "tests/unit/torch_backend"),
-        *("tests/torch_backend/test_openings.py", "tests/torch_backend/test_torch_examples.py"),
-        *(f"tests/multiprocess/test_{name}.py" for name in ("bench", "demo", "rpc_examples")),
-    ),
-    "tensor": ("tests/unit/tensor", "tests/unit/parallel", "tests/unit/testing"),
-    "processes": (),
+    "processes": ("tests/multiprocess",),
+    "tensor_parallel": ("tests/unit/parallel/tensor_parallel",),
+    "collectives": ("tests/unit/collectives",),
+    "torch_backend": ("tests/torch_backend", "tests/unit/torch_backend"),
+    "checkpoint": ("tests/unit/checkpoint",),
+    "fsdp": ("tests/unit/parallel/fsdp", "tests/unit/parallel/ddp"),
+    "pipeline": ("tests/unit/parallel/pipeline", "tests/unit/parallel/context_parallel"),
+    "tensor": ("tests/unit/tensor",),
+    "faults": ("tests/faults", "tests/stress"),
+    "backends": ("tests/unit/backends",),
+    "rendezvous": ("tests/unit/rendezvous", "tests/unit/launch", "tests/unit/mesh", "tests/unit/testing"),
+    "others": (),
 }
-"""The files and folders of each part; the last part has all others. The parts take about equally long."""
+"""The files and folders of each part; the last part has all others."""
 
+_NUM_AT_ONCE = 4
 _POLL_INTERVAL_SECONDS = 0.5
 _REPORT_INTERVAL_SECONDS = 60.0
 _EXIT_TIMEOUT_SECONDS = 30.0
@@ -156,12 +161,14 @@ def arguments_of(name: str) -> list[str]:
     return list(PARTS[name]) or [f"--ignore={path}" for paths in PARTS.values() for path in paths]
 
 
-def run_parts(parts: Sequence[Part]) -> Results:
-    """Wait for all parts, and print how far they are."""
+def run_parts(names: Sequence[str]) -> Results:
+    """Run the parts, a few at a time, and print how far they are."""
     results, begin = Results(), time.monotonic()
-    running, reported = list(parts), begin
+    waiting, running, reported = list(names), list[Part](), begin
     try:
-        while running:
+        while waiting or running:
+            while waiting and len(running) < _NUM_AT_ONCE:
+                running.append(Part(waiting[0], arguments_of(waiting.pop(0))))
             time.sleep(_POLL_INTERVAL_SECONDS)
             for part in [part for part in running if part.process.poll() is not None]:
                 running.remove(part)
@@ -193,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     FOLDER.mkdir(parents=True, exist_ok=True)
     names = parser.parse_args(arguments).part or list(PARTS)
     try:
-        results = run_parts([Part(name, arguments_of(name)) for name in names])
+        results = run_parts(names)
     except KeyboardInterrupt:
         return 130
     print(results.summary())
@@ -201,4 +208,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -44,10 +44,18 @@ class _Process:
         self.membership: Membership | None = None
         self.end_torch_default: Callable[[], None] | None = None
         self.from_torch: Backend | None = None
+        self.num_local = 0  # the number of `use_group` blocks that are open, in all threads
+        self.has_local = False  # whether there are any, which the compiler reads
 
     def choose(self) -> None:
         """Update `group`."""
         self.group = self.from_torch if self.own is None else self.own
+
+    def count_local(self, change: int) -> None:
+        """Count `use_group` blocks."""
+        with _lock:
+            self.num_local += change
+            self.has_local = self.num_local > 0
 
 
 _process = _Process()
@@ -231,6 +239,16 @@ def find_group(group: Backend | None) -> Backend | None:
     return group if isinstance(group, Backend) else None
 
 
+def group_in_graphs(group: Backend | None) -> Backend | None:
+    """The group of a call that torch.compile traces, which then reads this code and guards what it depends on.
+
+    None inside of `use_group`, in any thread: the compiler can't guard a context variable.
+    """
+    if group is not None:
+        return group
+    return None if _process.has_local else _process.group
+
+
 def default_holders() -> tuple[ContextVar[Backend | None], object]:
     """The holders of the default group, for compiled code: a context variable, and an object with `group`."""
     return _local_group, _process
@@ -240,9 +258,11 @@ def default_holders() -> tuple[ContextVar[Backend | None], object]:
 def use_group(group: Backend) -> Iterator[Backend]:
     """Make ``group`` the default group of this thread (context) inside the block."""
     token = _local_group.set(resolve_group(group))
+    _process.count_local(1)
     try:
         yield group
     finally:
+        _process.count_local(-1)
         _local_group.reset(token)
 
 

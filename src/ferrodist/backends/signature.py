@@ -18,6 +18,9 @@ RECORD_BYTES = 192
 
 MAX_PAYLOAD = RECORD_BYTES - _PAYLOAD_START  # bytes of payload that travel with a call at no cost
 
+FAILED_PROGRAM = "failed_program"
+"""The operation that a rank calls when its program failed where the others may go on; the payload says how."""
+
 
 @lru_cache(maxsize=256)
 def _text(value: str, size: int) -> bytes:

@@ -29,7 +29,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ferrodist.backends import stragglers
 from ferrodist.backends.request import Request, answer_seconds, wait_all
-from ferrodist.backends.signature import RECORD_BYTES, CollectiveSignature, fingerprint_of, payload_of
+from ferrodist.backends.signature import (
+    FAILED_PROGRAM,
+    RECORD_BYTES,
+    CollectiveSignature,
+    fingerprint_of,
+    payload_of,
+)
 from ferrodist.backends.tags import ANY_SOURCE, LOW_64_BITS, Channel, channel_tag
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import (
@@ -38,6 +44,7 @@ from ferrodist.errors import (
     DistributedError,
     DistributedTimeoutError,
     GroupClosedError,
+    RankFailedError,
     describe_error,
     ranks_text,
 )
@@ -348,9 +355,16 @@ class CollectiveVerifier:
 
     def late_error(
         self, call: CollectiveSignature, ranks: tuple[int, ...], elapsed: Elapsed, detail: str = ""
-    ) -> DistributedTimeoutError:
+    ) -> DistributedTimeoutError | RankFailedError:
         """The error of a deadline that passed before ``ranks`` had made their call."""
         group = self._group
+        if call.operation == FAILED_PROGRAM:
+            return RankFailedError(
+                f"the program failed on rank {group.rank} of group {group.name!r}: see the error there."
+                f" {ranks_text(ranks).capitalize()} did not fail alike, nor call a collective, within"
+                f" {elapsed.timeout:.3g} s, so the group has ended.",
+                ranks=(group.rank,),
+            )
         late = group.find_stragglers(ranks, answer_seconds(elapsed.timeout))
         who, hint = f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} not called it", self._hint
         if late.is_relay:  # calls may have been made, and not come through
@@ -371,8 +385,18 @@ class CollectiveVerifier:
         self._group.abort(error)
         raise error
 
-    def mismatch_error(self, calls: Sequence[CollectiveSignature]) -> CollectiveMismatchError:
+    def mismatch_error(self, calls: Sequence[CollectiveSignature]) -> CollectiveMismatchError | RankFailedError:
         """The error of different calls; ``calls`` are those of all ranks, by rank."""
+        failed = {rank: call.payload for rank, call in enumerate(calls) if call.operation == FAILED_PROGRAM}
+        if failed:
+            reason = next(filter(None, failed.values()), b"").decode(errors="replace")
+            other = next(rank for rank in range(len(calls)) if rank not in failed)
+            return RankFailedError(
+                f"the program failed on {ranks_text(tuple(failed))} of group"
+                f" {self._group.name!r}{reason and f', in {reason}'}. Rank {other} called {calls[other]} meanwhile, so"
+                " the group has ended: see the error there.",
+                ranks=tuple(failed),
+            )
         callers: dict[CollectiveSignature, list[int]] = {}
         for rank, call in enumerate(calls):
             callers.setdefault(call.with_payload(b""), []).append(rank)

@@ -23,6 +23,7 @@ from ferrodist.collectives.arguments import (
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import start_all_gather, start_reduce_scatter
+from ferrodist.collectives.graphs import in_graphs
 from ferrodist.collectives.payloads import abort_for_disagreement, check_sizes, unpack_payloads
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 _SIZE = struct.Struct("<qqqq")  # size along the dim, the dim, number of dims, whether it is on a GPU
 
 
+@in_graphs
 def all_gather(
     tensor: torch.Tensor,
     dim: int = 0,
@@ -118,7 +120,7 @@ def all_gather_uneven(
         IndexError, TypeError, RuntimeError: As for `all_gather`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
-    check_tensor(tensor)
+    check_tensor(tensor, in_graphs=True)
     tensor = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
     dim = check_dim(tensor, dim)
     chosen, limit = group_and_timeout(group, timeout)
@@ -158,7 +160,7 @@ def _all_gather(  # noqa: PLR0917 - the public signature
     timeout: float | None,
     sizes: Sequence[int] | None = None,
 ) -> PreparedCall[torch.Tensor]:
-    check_tensor(tensor)
+    check_tensor(tensor, in_graphs=True)
     tensor = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
     dim = check_dim(tensor, dim)
     chosen, limit = group_and_timeout(group, timeout)
@@ -184,6 +186,7 @@ class ConcatSpec:
         self.shape = (*part.shape[:dim], sum(sizes), *part.shape[dim + 1 :])
 
 
+@in_graphs
 def reduce_scatter(
     tensor: torch.Tensor,
     op: Op = ReduceOp.SUM,
@@ -251,6 +254,8 @@ def all_gather_with_sizes(
     tensor: torch.Tensor, sizes: Sequence[int], *, dim: int, group: Backend, timeout: float | None = None
 ) -> torch.Tensor:
     """`all_gather_uneven` with known sizes: rank r's tensor has ``sizes[r]`` along ``dim``."""
+    if is_profiling() and not is_recorded():
+        return record(all_gather_with_sizes, tensor, sizes, dim=dim, group=group, timeout=timeout)
     return execute(_all_gather(tensor, dim, group, None, timeout, sizes))
 
 
@@ -258,6 +263,8 @@ def reduce_scatter_with_sizes(
     tensor: torch.Tensor, sizes: Sequence[int], op: Op = ReduceOp.SUM, *, dim: int, group: Backend
 ) -> torch.Tensor:
     """`reduce_scatter` with given sizes: rank r gets ``sizes[r]`` along ``dim``. SUM is the gradient of all_gather."""
+    if is_profiling() and not is_recorded():
+        return record(reduce_scatter_with_sizes, tensor, sizes, op, dim=dim, group=group)
     return execute(_reduce_scatter(tensor, op, dim, group, None, None, sizes))
 
 
@@ -270,7 +277,7 @@ def _reduce_scatter(  # noqa: PLR0917 - the public signature
     timeout: float | None,
     sizes: Sequence[int] | None = None,
 ) -> PreparedCall[torch.Tensor]:
-    check_tensor(tensor)
+    check_tensor(tensor, in_graphs=True)
     check_reduction(tensor.dtype, op)
     dim = check_dim(tensor, dim)
     chosen, limit = group_and_timeout(group, timeout)

@@ -26,6 +26,7 @@ from ferrodist.collectives.arguments import (
 )
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import start_all_to_all
+from ferrodist.collectives.graphs import in_graphs
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.work import PreparedCall, execute, submit
 from ferrodist.torch_private.profiling import is_profiling
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from ferrodist.collectives.work import PendingCollective
 
 
-@profiled
 @overload
 def all_to_all(
     tensors: torch.Tensor,
@@ -55,6 +55,7 @@ def all_to_all(
     out: Sequence[torch.Tensor] | None = None,
     timeout: float | None = None,
 ) -> list[torch.Tensor]: ...
+@in_graphs
 def all_to_all(
     tensors: torch.Tensor | Sequence[torch.Tensor],
     *,
@@ -117,7 +118,7 @@ def _all_to_all(
     chosen, limit = group_and_timeout(group, timeout)
     size = chosen.world_size
     if isinstance(tensors, torch.Tensor):
-        check_tensor(tensors)
+        check_tensor(tensors, in_graphs=True)
         check_dim(tensors, 0)
         if out is not None and not isinstance(out, torch.Tensor):
             raise TypeError(f"out must be a torch.Tensor, as tensors is, not {type(out).__name__}")
@@ -158,7 +159,7 @@ def _all_to_all(
 def _check_parts(parts: Sequence[torch.Tensor]) -> None:
     """Raise unless the tensors are supported and of one shape, dtype and device."""
     for i, part in enumerate(parts):
-        check_tensor(part, f"tensors[{i}]")
+        check_tensor(part, f"tensors[{i}]", in_graphs=True)
         if part.device != parts[0].device:
             raise ValueError(
                 f"tensors[{i}] is on {part.device}, tensors[0] on {parts[0].device}: pass tensors of one device"
@@ -186,6 +187,7 @@ def _check_outs(out: torch.Tensor | Sequence[torch.Tensor], parts: Sequence[torc
     return outs
 
 
+@in_graphs
 @profiled
 def all_to_all_single_uneven(
     tensor: torch.Tensor,
@@ -220,7 +222,7 @@ def all_to_all_single_uneven(
             rank whose own counts match may raise this only at its next call.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
-    check_tensor(tensor)
+    check_tensor(tensor, in_graphs=True)
     check_dim(tensor, 0)
     chosen, limit = group_and_timeout(group, timeout)
     send_counts = _check_counts(send_counts, "send_counts", chosen)

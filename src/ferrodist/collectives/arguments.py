@@ -34,6 +34,7 @@ from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.deadline import check_timeout
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.torch_private.compilers import is_traced
 from ferrodist.torch_private.modes import is_in_torch_dispatch_mode
 from ferrodist.wording import counted
 
@@ -247,10 +248,11 @@ def check_layout(tensor: torch.Tensor, name: str = "tensor") -> None:
         raise UnsupportedOpError(f"{name} has layout {tensor.layout}: pass a dense tensor (to_dense())")
 
 
-def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
+def check_tensor(tensor: torch.Tensor, name: str = "tensor", *, in_graphs: bool = False) -> None:
     """Raise TypeError or NotImplementedError unless collectives carry ``tensor``.
 
-    `engine_of` checks whether the group supports the device.
+    `engine_of` checks whether the group supports the device. ``in_graphs`` says whether it may be one of a graph that
+    the compiler traces.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
@@ -260,6 +262,8 @@ def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
             f"{name} is on {tensor.device}: groups carry tensors on the CPU and on CUDA devices, pass {name}.cpu()"
         )
     check_dtype(tensor.dtype)
+    if in_graphs and is_traced(tensor):
+        return
     if _is_traced():
         raise NotImplementedError(
             "make_fx does not record collectives and messages: the graph would lack them. Call them outside of what it"
@@ -323,7 +327,7 @@ class OutputBuffer:
             with writing_to(self.view):
                 self.view.copy_(self.flat.view(self.view.shape))
             record_use_on_streams(self.flat)
-        elif not self.result.is_inference():
+        elif not self.result.is_inference() and not is_traced(self.result):
             # The engine wrote raw memory: a tensor that autograd may have saved has changed.
             torch.autograd.graph.increment_version(self.result)
         return self.result
@@ -340,7 +344,7 @@ def check_out(
     if out is None:
         return
     if out is not source:  # which was checked
-        check_tensor(out, "out")
+        check_tensor(out, "out", in_graphs=True)
     if shape is not None and tuple(out.shape) != tuple(shape):
         raise ValueError(f"out has shape {tuple(out.shape)}, the result has {tuple(shape)}")
     if dtype is not None and out.dtype is not dtype:
@@ -351,7 +355,7 @@ def check_out(
         raise RuntimeError(
             "out= does not support automatic differentiation: use the result of the functional form, or torch.no_grad()"
         )
-    if not out.is_contiguous() and elements_overlap(out):
+    if not is_traced(out) and not out.is_contiguous() and elements_overlap(out):
         raise ValueError("out has elements that share memory (expand, as_strided): pass a tensor of its own memory")
 
 
@@ -376,12 +380,17 @@ def prepare_out(
     result = torch.empty(tuple(shape), dtype=dtype, device=device) if out is None else out
     view = result.movedim(dim, 0) if dim else result
     plain = view.is_contiguous() and not view.is_conj() and not view.is_neg()
-    is_same = (
-        in_place and source is not None and result.data_ptr() == source.data_ptr() and result.shape == source.shape
-    )
-    if plain and (source is None or is_same or not shares_memory(result, source)):
+    if plain and (out is None or source is None or _may_write(out, source, in_place=in_place)):
         return OutputBuffer(flat=view.detach().view(-1), result=result)
     return OutputBuffer(flat=torch.empty(result.numel(), dtype=dtype, device=result.device), result=result, view=view)
+
+
+def _may_write(out: torch.Tensor, source: torch.Tensor, *, in_place: bool) -> bool:
+    """True if the engine may write to ``out`` itself, beside a source that it reads."""
+    if is_traced(out):
+        return False
+    is_same = in_place and out.data_ptr() == source.data_ptr() and out.shape == source.shape
+    return is_same or not shares_memory(out, source)
 
 
 def prepare_late_out(

@@ -25,6 +25,7 @@ from ferrodist.collectives.arguments import (
 )
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import start_allreduce, start_broadcast
+from ferrodist.collectives.graphs import in_graphs
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import Op, ReduceOp, check_reduction, is_linear, widen
 from ferrodist.collectives.work import PreparedCall, execute, submit
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ferrodist.collectives.work import PendingCollective
 
 
+@in_graphs
 def allreduce(
     tensor: torch.Tensor,
     op: Op = ReduceOp.SUM,
@@ -92,7 +94,7 @@ def async_allreduce(
 def _allreduce(
     tensor: torch.Tensor, op: Op, group: Backend | None, out: torch.Tensor | None, timeout: float | None
 ) -> PreparedCall[torch.Tensor]:
-    check_tensor(tensor)
+    check_tensor(tensor, in_graphs=True)
     check_reduction(tensor.dtype, op)
     chosen, limit = group_and_timeout(group, timeout)
     engine = engine_of(chosen, tensor.device)
@@ -141,6 +143,7 @@ def _times_other_factors(own: torch.Tensor, grad: torch.Tensor, group: Backend) 
     return (widen(grad) * others.prod(dim=0).conj()).to(grad.dtype)
 
 
+@in_graphs
 @profiled
 def reduce(
     tensor: torch.Tensor,
@@ -170,7 +173,7 @@ def reduce(
         TypeError, RuntimeError, CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
         InvalidRankError: ``dst`` is not a rank of the group.
     """
-    check_tensor(tensor)
+    check_tensor(tensor, in_graphs=True)
     check_reduction(tensor.dtype, op)
     chosen, limit = group_and_timeout(group, timeout)
     dst = check_root(chosen, dst, "dst")
@@ -205,6 +208,7 @@ def _reduce_backward(
     return _times_derivative(op, group, whole, *saved)
 
 
+@in_graphs
 def broadcast(
     tensor: torch.Tensor,
     root: int = 0,
@@ -255,7 +259,7 @@ def async_broadcast(
 def _broadcast(
     tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None, timeout: float | None
 ) -> PreparedCall[torch.Tensor]:
-    check_tensor(tensor)
+    check_tensor(tensor, in_graphs=True)
     chosen, limit = group_and_timeout(group, timeout)
     root = check_root(chosen, root, "root")
     engine = engine_of(chosen, tensor.device)
@@ -309,6 +313,6 @@ def gpu_broadcast(
 
 
 def _check_on_gpu(tensor: torch.Tensor, name: str) -> None:
-    check_tensor(tensor)
+    check_tensor(tensor, in_graphs=True)
     if not tensor.is_cuda:
         raise UnsupportedOpError(f"gpu_{name} is for tensors on a GPU, and this one is on {tensor.device}: use {name}")

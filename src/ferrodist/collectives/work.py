@@ -26,10 +26,13 @@ from ferrodist.backends.lifecycle import ExitStage, close_at_exit
 from ferrodist.backends.polling import wait_until
 from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.engines.host import attached_to, host_engine_of
+from ferrodist.collectives.engines.select import engine_of
+from ferrodist.collectives.graphs import add_to_graph, define_operator
 from ferrodist.collectives.host_staging import StreamHandoff
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
 from ferrodist.resource_limits import naming_limits
+from ferrodist.torch_private.compilers import is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -334,8 +337,19 @@ def _run(prepared: PreparedCall[object], sequence: int) -> None:
 def execute(prepared: PreparedCall[T]) -> T:
     """Run a call in the calling thread; calls that were submitted before may still be running."""
     refuse_in_coalesce(prepared.op.operation)
-    _run(prepared, prepared.engine.reserve())
+    if prepared.op.source is not None and is_traced(prepared.op.source):
+        add_to_graph(prepared.op, prepared.group)
+    else:
+        _run(prepared, prepared.engine.reserve())
     return prepared.finish()
+
+
+def _run_in_graph(op: CollectiveOp, group: Backend) -> None:
+    """Run a call that a compiled graph contains."""
+    execute(PreparedCall(op=op, group=group, engine=engine_of(group, op.tensor.device), finish=lambda: None))
+
+
+define_operator(_run_in_graph)
 
 
 def submit(prepared: PreparedCall[T]) -> PendingCollective[T]:
@@ -344,6 +358,10 @@ def submit(prepared: PreparedCall[T]) -> PendingCollective[T]:
     if block is not None:
         return block.collect(prepared)  # type: ignore[return-value]
     engine = prepared.engine
+    if prepared.op.source is not None and is_traced(prepared.op.source):
+        raise NotImplementedError(
+            f"async_{prepared.op.operation} in a graph that a compiler traces: call {prepared.op.operation}"
+        )
     if getattr(engine, "enqueue", False):
         return _enqueue(prepared, cast("StreamEngine", engine))
     pending: ThreadCollective[T] = ThreadCollective(prepared.op.operation, prepared.group.name)

@@ -6,6 +6,8 @@
                                                      compiled with breaks without
 `FakeTensor`, `FunctionalTensor`                     2.10 to 2.15, by their names
 `_torchdynamo_disable`, `_torchdynamo_disable_msg`   2.10 to 2.15
+`_torchdynamo_inline`                                2.10 to 2.15; graphs break at collectives without
+`_higher_order_ops.effects`                          2.10 to 2.15; unused collectives leave graphs without
 ===================================================  ====================================
 """
 
@@ -33,6 +35,9 @@ except (ImportError, AttributeError):
 
 __all__ = [
     "allow_in_graphs",
+    "find_tracer",
+    "has_effects",
+    "inlined_as",
     "is_called_by_compiler",
     "is_compiling",
     "is_traced",
@@ -49,6 +54,7 @@ _COMPILER_FILES = tuple(
 )
 
 _Kind = TypeVar("_Kind", bound=type)
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
@@ -95,6 +101,30 @@ def allow_in_graphs(functions: Sequence[Callable[..., Any]]) -> None:
     """Let graphs contain calls of functions as they are, which later stages of the compiler trace."""
     for function in functions:
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
+
+
+def inlined_as(body: Callable[..., Any], function: _Function) -> _Function:
+    """Let the compiler trace ``body`` where a program calls the function, which is returned as it is."""
+    function._torchdynamo_inline = body  # type: ignore[attr-defined]
+    return function
+
+
+def has_effects(operator: Any) -> None:
+    """Let graphs keep all calls of an operator, in their order, whether or not something takes their results."""
+    try:
+        from torch._higher_order_ops import effects  # noqa: PLC0415 - a part of the compiler
+
+        effects._register_effectful_op(operator, effects._EffectType.ORDERED)
+    except (ImportError, AttributeError):
+        return
+
+
+def find_tracer() -> object | None:
+    """The tracer of the graph that is being made of this thread's operations, or None."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # noqa: PLC0415 - large
+
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer
 
 
 def not_compiled(kind: _Kind) -> _Kind:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _NAMES = frozenset(
     {
+        "amp_foreach_non_finite_check_and_unscale_",
         "has_same_storage_numel",
         "linalg_check_errors",
         "linalg_solve_ex",

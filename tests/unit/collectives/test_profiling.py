@@ -116,3 +116,20 @@ def test_gradients_of_a_step_are_shown():
         return shown(profiler)
 
     assert "allreduce" in run_ranks(program, 2, backend="native", timeout=100)[0]
+
+
+def test_redistributions_are_shown():
+    """What a distributed tensor sends to change its placement is in a profile, in forward and in backward."""
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (2,), ("t",))
+        sharded = fd.distribute(torch.ones(4, 2), mesh, fd.Shard(0)).requires_grad_()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            whole = sharded.redistribute(fd.Replicate()).to_local(grad_placements=fd.Partial())
+            whole.sum().backward()
+        return shown(profiler)
+
+    assert run_ranks(program, 2, backend="tcp", timeout=100)[0] == [
+        "all_gather_with_sizes",
+        "reduce_scatter_with_sizes",
+    ]

@@ -94,6 +94,30 @@ def test_optimizer_steps_equal_plain_steps(name, variant):
                 run_ranks(check, NUM_RANKS[shape], shape, placements, where)
 
 
+@pytest.mark.parametrize("is_infinite", [False, True])
+def test_gradient_scaling(is_infinite):
+    """GradScaler unscales shards, and an infinity in the shard of one rank skips the step on all, along all axes."""
+    parameter, gradient = make(4, 6, dtype=torch.float32), make(4, 6, dtype=torch.float32, seed=1)
+
+    def check(group, shape, placements):
+        mesh = DeviceMesh(group, shape)
+        parameters = [torch.nn.Parameter(spread(parameter, mesh, where)) for where in placements]
+        optimizer, scaler = torch.optim.SGD(parameters, lr=1.0), torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        for one, where in zip(parameters, placements, strict=True):
+            one.grad = spread(gradient * 4, mesh, where)
+        if is_infinite and group.rank == 1:
+            parameters[0].grad.to_local()[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (2.0 if is_infinite else 4.0)
+        for one in parameters:
+            assert_same(one, parameter if is_infinite else parameter - gradient, "parameter")
+
+    run_ranks(check, 2, (2,), [[Shard(0)], [Replicate()]])
+    run_ranks(check, 4, (2, 2), [[Shard(0), Shard(1)], [Shard(1), Replicate()]])
+
+
 def test_in_place_writes_keep_placements():
     """Other inputs are redistributed to the written tensor's placements."""
     functions = [

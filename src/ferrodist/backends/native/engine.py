@@ -136,7 +136,7 @@ class NativeEngine:
                 *_ARGUMENTS[op.kind](op), timeout=deadline.remaining(), ticket=sequence
             )
         except BaseException as failure:
-            raise self._abort_for(failure, op.signature(), op.timeout) from None
+            raise self._abort_for(failure, op.signature(payload=op.payload), op.timeout) from None
         return payloads
 
     def empty_symmetric(

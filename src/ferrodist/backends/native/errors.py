@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.backends.abort_reason import pack_reason, unpack_reason
 from ferrodist.backends.native.binding import signature_of_record
+from ferrodist.backends.signature import FAILED_PROGRAM
 from ferrodist.backends.verification import queued_error
 from ferrodist.deadline import Deadline, Elapsed
 from ferrodist.errors import (
@@ -145,7 +146,13 @@ def _protocol_error(failed: _Failed) -> DistributedError:
 def _mismatch_error(failed: _Failed) -> DistributedError:
     size = len(failed.record) // failed.group.world_size
     lines = [failed.record[start : start + size] for start in range(0, len(failed.record), size)]
-    return failed.group.verifier.mismatch_error([signature_of_record(line, failed.call.sequence) for line in lines])
+    calls = [signature_of_record(line, failed.call.sequence) for line in lines]
+    if any(call.operation == FAILED_PROGRAM for call in calls):
+        # A record has no payload. The rank whose program failed knows the reason, and ends the group with it.
+        if failed.call.operation != FAILED_PROGRAM and (reason := _await_failure(failed.group, _MAX_NOTICE_SECONDS)):
+            return reason
+        calls[failed.group.rank] = failed.call
+    return failed.group.verifier.mismatch_error(calls)
 
 
 def _sizes_error(failed: _Failed) -> DistributedError:

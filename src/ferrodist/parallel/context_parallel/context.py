@@ -22,6 +22,7 @@ from ferrodist.parallel.context_parallel.batch import stands_for_all
 from ferrodist.parallel.context_parallel.multi_head import multi_head_attention
 from ferrodist.parallel.context_parallel.ring import ring_attention
 from ferrodist.parallel.context_parallel.ulysses import ulysses_attention
+from ferrodist.torch_private.compilers import outside_of_compiler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -123,14 +124,19 @@ class _AttentionMode(TorchFunctionMode):
         if func in _BACKWARDS:  # torch calls them without the mode, which activation checkpoints need
             with self:
                 return _BACKWARDS[func](*args, **kwargs or {})
-        if func is scaled_dot_product_attention:
-            # transformers' own attention gets the window as a keyword argument, and leaves it to the mask.
-            caller = sys._getframe(1).f_locals.get("kwargs")  # noqa: SLF001 - public by another name
-            window = caller.get("sliding_window") if isinstance(caller, dict) else None
-            return self._attention(*args, window=window, **kwargs or {})
-        if func is multi_head_attention_forward:
-            return multi_head_attention(self._attention, self._refuse, *args, **kwargs or {})
+        if func is scaled_dot_product_attention or func is multi_head_attention_forward:
+            return self._attention_of(func, args, kwargs or {})
         return func(*args, **kwargs or {})
+
+    @outside_of_compiler
+    def _attention_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call attention in place of a function of torch; `__torch_function__` calls this."""
+        if func is multi_head_attention_forward:
+            return multi_head_attention(self._attention, self._refuse, *args, **kwargs)
+        # transformers' own attention gets the window as a keyword argument, and leaves it to the mask.
+        caller = sys._getframe(2).f_locals.get("kwargs")  # noqa: SLF001 - public by another name
+        window = caller.get("sliding_window") if isinstance(caller, dict) else None
+        return self._attention(*args, window=window, **kwargs)
 
     def _attention(  # noqa: PLR0917 - torch's signature
         self,

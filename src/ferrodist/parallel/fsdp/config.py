@@ -13,6 +13,7 @@ from ferrodist.backends.base import Backend
 from ferrodist.backends.non_member import NonMemberGroup
 from ferrodist.errors import add_error_context
 from ferrodist.mesh import DeviceMesh
+from ferrodist.parallel.program_failures import report_failure
 from ferrodist.torch_private.modules import own_buffers
 from ferrodist.torch_private.pytree import tree_map
 from ferrodist.wording import counted
@@ -147,6 +148,12 @@ class ShardAxes:
     def in_collective(self, what: str) -> AbstractContextManager[None]:
         """A block whose errors say what this rank was doing, which every rank must do."""
         return add_error_context(lambda: f"Rank {self.world.rank} was {what}.", "Every rank must call it.")
+
+    def report_failure(self, where: str, error: Exception) -> None:
+        """Let the ranks of all groups know of an error of the program on this one; see `program_failures`."""
+        groups = [group for group in (self.shard, self.replicate) if group is not None]
+        for group in groups:
+            report_failure(group, where, error, ends_with_it=(self.world, *groups, *self.other_groups))
 
     @staticmethod
     def make(group: Backend | DeviceMesh | None, strategy: ShardingStrategy) -> ShardAxes:

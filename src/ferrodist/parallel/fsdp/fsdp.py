@@ -10,6 +10,7 @@ memory (`flat_memory.py`), and the all_gathers become tokens of a few bytes.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from dataclasses import replace
 from types import NoneType
@@ -18,12 +19,18 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn
 import torch
 
 from ferrodist.arguments import check_bool, check_type
-from ferrodist.collectives.reduce import broadcast
 from ferrodist.parallel.fsdp.clip_grad import clip_gradients, unscale_gradients
 from ferrodist.parallel.fsdp.config import MixedPrecision, ShardAxes, ShardingStrategy, check_prefetch
-from ferrodist.parallel.fsdp.dtensor_params import local_tensor, mesh_groups, use_local_params
+from ferrodist.parallel.fsdp.dtensor_params import mesh_groups, use_local_params
 from ferrodist.parallel.fsdp.flat_shard import allow_shards, forbid_shards
-from ferrodist.parallel.fsdp.init import build_units, choose_device, describe_empty, find_device, verify_units
+from ferrodist.parallel.fsdp.init import (
+    broadcast_buffers,
+    build_units,
+    choose_device,
+    describe_empty,
+    find_device,
+    verify_units,
+)
 from ferrodist.parallel.fsdp.optim_state_dict import OptimizerStateDict
 from ferrodist.parallel.fsdp.scheduler import UnitScheduler
 from ferrodist.parallel.fsdp.state_dict import ModelStateDict
@@ -81,8 +88,9 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         fd.parallelize(model, mesh["tensor"], plan)
         fsdp = fd.FSDP(model, mesh["data"], wrap=Block)
 
-    All ranks call the same units in the same order, otherwise they get `CollectiveMismatchError`. When communication
-    between the ranks fails all of them raise; the shards are intact then, and `sharded_state_dict` still works.
+    All ranks call the same units in the same order, otherwise they get `CollectiveMismatchError`; if only some fail in
+    a forward, the others get `RankFailedError`. When communication between the ranks fails all of them raise; the
+    shards are intact then, and `sharded_state_dict` still works.
 
     Args:
         module: The module, changed in place. Parameters may be on the meta device: then no rank ever holds more than
@@ -154,7 +162,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
             )
             self._flats = [flat for unit in self._units for flat in unit.flats]
             self._precision.convert_buffers(module)
-            self._broadcast_buffers()
+            broadcast_buffers(module, self._axes.world)
             self._scheduler = UnitScheduler(
                 self._units,
                 self._axes,
@@ -195,8 +203,11 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
 
     @outside_of_compiler
     def _end_forward(self, output: Any, *, succeeded: bool) -> None:
+        error = sys.exc_info()[1]
         allow_shards(self._key)
         self._scheduler.post_forward(self._units[0], output, succeeded=succeeded)
+        if not succeeded and isinstance(error, Exception):
+            self._axes.report_failure(f"the forward of an FSDP of {with_article(type(self.module).__name__)}", error)
 
     def _run_method(self, name: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a method of the model that `register_forward_method` has registered; every rank must."""
@@ -459,12 +470,6 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
             "an FSDP belongs to its group and can't be copied or pickled: save full_state_dict() or"
             " sharded_state_dict()"
         )
-
-    @torch.no_grad()
-    def _broadcast_buffers(self) -> None:
-        if self._axes.world.world_size > 1:
-            for buffer in map(local_tensor, self.module.buffers()):
-                broadcast(buffer, 0, group=self._axes.world, out=buffer)
 
 
 def fsdp_of(module: torch.nn.Module) -> FSDP | None:

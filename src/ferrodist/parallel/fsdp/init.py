@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from ferrodist.collectives.arguments import check_tensor
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.objects import all_gather_object
+from ferrodist.collectives.reduce import broadcast
 from ferrodist.collectives.reduce_op import ReduceOp, check_dtype, check_reduction
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError, add_error_context
@@ -243,6 +244,14 @@ def _make_layouts(
         )
         for (dtype, _), names in groups.items()
     ]
+
+
+@torch.no_grad()
+def broadcast_buffers(module: torch.nn.Module, group: Backend) -> None:
+    """Give a module's buffers, which are local tensors of DTensors or plain, rank 0's values; every rank calls this."""
+    if group.world_size > 1:
+        for buffer in map(local_tensor, module.buffers()):
+            broadcast(buffer, 0, group=group, out=buffer)
 
 
 def _materialise(spec: UnitSpec, init: Callable[[torch.nn.Module], object] | None, device: torch.device) -> None:

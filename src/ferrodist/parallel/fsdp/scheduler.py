@@ -22,8 +22,8 @@ no rank computes before all have made their last change: the collective that beg
 forward and backward would be visible in backward: it is an error, found by the shards' version counters.
 
 [Note: failures]
-A forward or backward that fails in the program leaves its run open. The next forward frees the remaining units, and if
-a backward had begun, the other ranks wait for its rest: the group is aborted, an error on all ranks.
+A forward that fails in the program on some ranks ends the groups (`report_failure`), else nothing is lost. A backward
+that fails leaves its run open, and others wait for its rest: the next forward aborts the group, an error on all ranks.
 """
 
 from __future__ import annotations

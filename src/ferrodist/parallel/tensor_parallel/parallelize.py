@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from ferrodist.arguments import check_bool, check_type
+from ferrodist.collectives.objects import all_gather_object
 from ferrodist.deadline import Deadline
-from ferrodist.errors import UnsupportedOpError
+from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.module_init import (
     LeaveEmpty,
@@ -18,6 +19,7 @@ from ferrodist.parallel.module_init import (
     resolve_initialiser,
     verify_across_ranks,
 )
+from ferrodist.parallel.program_failures import report_failure
 from ferrodist.parallel.tensor_parallel.async_linear import AsyncTPLinear
 from ferrodist.parallel.tensor_parallel.experts import ExpertStyle, IdentityExpert
 from ferrodist.parallel.tensor_parallel.local_forwards import make_local_forward
@@ -34,20 +36,49 @@ from ferrodist.tensor.dtensor import DTensor, keep_grad_placements
 from ferrodist.tensor.factories import distribute, full
 from ferrodist.tensor.placement import Placement, Replicate
 from ferrodist.torch_private.modules import own_buffers, own_parameters
+from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
 def _distribute_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Distribute full plain tensors of a state that is being loaded, those of rank 0."""
+    """Distribute full plain tensors of a state that is being loaded, those of rank 0; all ranks must have the same."""
     tensors = {**own_parameters(module), **own_buffers(module)}
-    for key, own in tensors.items():
-        value = state.get(prefix + key)
-        if not isinstance(own, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-            continue
-        if value.shape == own.shape:  # else torch says what doesn't fit
-            state[prefix + key] = distribute(value.detach(), own.mesh, own.placements)
+    targets = {prefix + key: own for key, own in tensors.items() if isinstance(own, DTensor)}
+    if not targets:
+        return
+    found = {name: state[name] for name in targets if isinstance(state.get(name), torch.Tensor)}
+    _compare_states(targets, found)
+    for name, value in found.items():
+        own = targets[name]
+        if not isinstance(value, DTensor) and value.shape == own.shape:  # else torch says what doesn't fit
+            state[name] = distribute(value.detach(), own.mesh, own.placements)
+
+
+def _compare_states(targets: Mapping[str, DTensor], found: Mapping[str, torch.Tensor]) -> None:
+    """Raise CollectiveMismatchError on all ranks unless they load the same tensors into a module."""
+    mesh = next(iter(targets.values())).mesh
+    forms = [
+        f"{found[name].dtype} of shape {tuple(found[name].shape)}{_kind_of(found[name])}" if name in found else "none"
+        for name in targets
+    ]
+    ranks_forms = all_gather_object(forms, group=mesh.group)
+    for rank, other in zip(mesh.ranks, ranks_forms, strict=True):
+        if other != ranks_forms[0]:
+            name, one, another = next(
+                each for each in zip(targets, ranks_forms[0], other, strict=True) if each[1] != each[2]
+            )
+            raise CollectiveMismatchError(
+                f"load_state_dict of a parallelized model: the ranks have different states: of {name!r} rank"
+                f" {mesh.ranks[0]} has {one}, rank {rank} {another}. Pass the same names, shapes and dtypes on all"
+                " ranks; the values are rank 0's",
+                ranks=(rank,),
+            )
+
+
+def _kind_of(value: torch.Tensor) -> str:
+    return ", distributed" if isinstance(value, DTensor) else ""
 
 
 def _keep_grad_placements(module: nn.Module, *_: Any) -> None:
@@ -118,15 +149,19 @@ def parallelize(
         CollectiveMismatchError: On every rank: modules or plans differ between ranks. Nothing was changed.
     """
     check_mesh(mesh)
-    check_type(module, nn.Module, "parallelize takes a torch.nn.Module")
-    check_bool("gathers_outputs", gathers_outputs)
-    check_bool("check", check)
-    _check_fallback(fallback)
-    initialise = resolve_initialiser(init, module)
+    initialise, failure = None, None
+    try:
+        check_type(module, nn.Module, "parallelize takes a torch.nn.Module")
+        check_bool("gathers_outputs", gathers_outputs)
+        check_bool("check", check)
+        _check_fallback(fallback)
+        initialise = resolve_initialiser(init, module)
+    except (TypeError, ValueError) as error:
+        failure = error
     settings = f"gathers_outputs={gathers_outputs}, check={check}, fallback={fallback!r}"
     if isinstance(initialise, LeaveEmpty):
         settings += ", init='empty'"
-    styles = shard_module(module, mesh, plan, settings=settings, init=initialise)
+    styles = shard_module(module, mesh, plan, settings=settings, init=initialise, failure=failure)
     state = ParallelState(mesh, gathers=gathers_outputs, checks=check, replicates=fallback == "replicate")
     for path, one in module.named_modules():
         _wrap_forward(one, mesh, styles.get(path))
@@ -157,26 +192,36 @@ def shard_module(
     *,
     settings: str = "",
     init: Callable[[nn.Module], object] | None = None,
+    failure: Exception | None = None,
 ) -> dict[str, Style]:
     """Make the parameters and buffers of a module and its sub-modules DTensors, with the values of the mesh's rank 0.
 
     Every rank of the mesh calls this. Parameters of modules without a style are replicated. ``settings`` must be the
-    same on all ranks. Returns the styles by the paths of modules.
+    same on all ranks; ``failure`` is an error that this rank has found already. When it raises, on all ranks, the
+    module is as it was. Returns the styles by the paths of modules.
     """
-    failure = None
     styles: dict[str, Style] = {}
     placements: dict[nn.Parameter, Placement] = {}
     try:
-        styles = resolve_plan(module, read_plan(module, plan))
-        placements = parameter_placements(module, styles)
-        check_tensors(module, init)
+        if failure is None:
+            styles = resolve_plan(module, read_plan(module, plan))
+            placements = parameter_placements(module, styles)
+            check_tensors(module, init)
     except (TypeError, ValueError, UnsupportedOpError) as error:
         failure = error  # the other ranks are told below, else they would wait for this one
     lines = [] if failure else [f"the settings {settings!r}", *plan_lines(module, styles, placements)]
     deadline = Deadline(mesh.group.timeout)
     name = type(module).__name__
     verify_across_ranks(lines, mesh.group, deadline, maker="parallelize", module=name, failure=failure)
-    _distribute(module, mesh, placements, init)
+    replaced: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
+    try:
+        _distribute(module, mesh, placements, init, replaced)
+    except BaseException as error:
+        for owner, tensors in replaced:
+            _restore(owner, tensors)
+        if isinstance(error, Exception):
+            report_failure(mesh.group, f"parallelize of {with_article(name)}", error)
+        raise
     for one in module.modules():
         one.register_load_state_dict_pre_hook(_distribute_values)  # type: ignore[no-untyped-call]
         one.register_load_state_dict_post_hook(_keep_grad_placements)  # type: ignore[no-untyped-call]
@@ -200,11 +245,13 @@ def _distribute(
     mesh: DeviceMesh,
     placements: Mapping[nn.Parameter, Placement],
     init: Callable[[nn.Module], object] | None,
+    replaced: list[tuple[nn.Module, dict[str, torch.Tensor | None]]],
 ) -> None:
-    """Replace parameters and buffers by DTensors, module by module."""
+    """Replace parameters and buffers by DTensors, module by module; those before are added to ``replaced``."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for path, owner in module.named_modules():
         parameters, buffers = dict(own_parameters(owner)), dict(own_buffers(owner))
+        replaced.append((owner, {**parameters, **buffers}))
         materialise(path, owner, init)
         for key, own in parameters.items():
             if own is None:
@@ -222,6 +269,15 @@ def _distribute(
                 if buffer not in made:
                     made[buffer] = distribute(getattr(owner, key).detach(), mesh, Replicate())
                 own_buffers(owner)[key] = made[buffer]
+
+
+def _restore(owner: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Give a module its own parameters and buffers of before."""
+    for key, tensor in tensors.items():
+        if key in own_parameters(owner):
+            setattr(owner, key, tensor)
+        else:
+            own_buffers(owner)[key] = tensor
 
 
 def _empty(value: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:

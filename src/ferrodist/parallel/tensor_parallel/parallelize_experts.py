@@ -53,12 +53,12 @@ def parallelize_experts(
         CollectiveMismatchError: On every rank: modules or plans differ between ranks. Nothing was changed.
     """
     check_mesh(mesh)
-    check_type(module, nn.Module, "parallelize_experts takes a torch.nn.Module")
-    check_bool("averages_gradients", averages_gradients)
     failure = None
     lines: list[str] = []
     styles: dict[str, ExpertParallel] = {}
     try:
+        check_type(module, nn.Module, "parallelize_experts takes a torch.nn.Module")
+        check_bool("averages_gradients", averages_gradients)
         styles = _resolve(module, plan)
         lines = [f"the style {style} for {path!r}" for path, style in styles.items()]
     except (TypeError, ValueError, UnsupportedOpError) as error:

@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ import torch
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.errors import DistributedError, RankFailedError, add_error_context, ranks_text
 from ferrodist.parallel.backward_hooks import current_backward_id
+from ferrodist.parallel.program_failures import report_failure
 from ferrodist.parallel.tensor_parallel import compiled_forwards
 from ferrodist.parallel.tensor_parallel.compiled_forwards import GraphPlacement, prepare_compiler
 from ferrodist.tensor.dtensor import DTensor, reduce_grad_once
@@ -210,11 +212,14 @@ class ReplicatedForward:
         if is_compiling() and prepare_compiler():
             return self._call_in_graph(args, kwargs)
         if (caller := ACTIVE_CHECK.get()) is not state.forward_check:
-            with state.inside(self._path):
+            with state.inside(self._path, is_by_model=caller is not None):
                 return self._call_from_outside(args, kwargs, is_by_model=caller is not None)
         outer, state.forward_check.path = state.forward_check.path, self._path
         try:
             return self._forward(*args, **kwargs)
+        except Exception:
+            state.failed_path = state.failed_path or self._path
+            raise
         finally:
             state.forward_check.path = outer
 
@@ -271,6 +276,7 @@ class ParallelState:
 
     def __init__(self, mesh: DeviceMesh, *, gathers: bool, checks: bool, replicates: bool) -> None:
         self.mesh, self.gathers, self.checks, self.replicates = mesh, gathers, checks, replicates
+        self.failed_path = ""  # of the innermost module whose forward raised
         self.graph_depth = 0  # more than 0 while the compiler traces the inside of a forward
         self.graph_name = GraphPlacement(mesh, Replicate(), None).name
         self._replication_warnings = ReplicationWarnings() if replicates else None
@@ -294,14 +300,35 @@ class ParallelState:
         self.mesh.parent.attachments.setdefault(BACKWARD_CHECKS, {})[self.mesh.identity] = self.backward_check
 
     @contextlib.contextmanager
-    def inside(self, path: str) -> Iterator[None]:
-        """A block in which the forward of the module at a path runs, called from outside of the model."""
+    def inside(self, path: str, *, is_by_model: bool) -> Iterator[None]:
+        """A block in which the forward of the module at a path runs, called from outside of the model.
+
+        An error in it names the module, and is one on all ranks of the mesh; in a method of the model
+        (``is_by_model``) the method sees to that.
+        """
         self._attach_backward_check()
-        if current_backward_id() == -1:
+        is_in_backward = current_backward_id() != -1
+        if not is_in_backward:
             self.backward_check.forget()  # the records of a backward that raised
-        with self.checking(self.forward_check):
-            self.forward_check.path = path
-            yield
+        self.failed_path = ""
+        try:
+            with self.checking(self.forward_check):
+                self.forward_check.path = path
+                yield
+        except Exception as error:
+            if not is_in_backward:  # where torch's activation checkpoints end a forward by an error
+                self._report(error, self.failed_path or path, is_by_model=is_by_model)
+            raise
+
+    def _report(self, error: Exception, path: str, *, is_by_model: bool) -> None:
+        where = f"module {path!r}" if path else "the model"
+        group = self.mesh.group
+        if sys.version_info >= (3, 11) and not isinstance(error, DistributedError):
+            error.add_note(
+                f"This was in {where} of a parallelized model, on rank {group.rank} of group {group.name!r}."
+            )
+        if not is_by_model:
+            report_failure(group, where, error)
 
     @staticmethod
     @contextlib.contextmanager

@@ -22,6 +22,7 @@ from ferrodist.tensor.redistribute import extremum_identity, record_step
 from ferrodist.tensor.spec import DTensorSpec, contiguous_stride, shard_of, sharding_axes
 from ferrodist.tensor.traced import traced_redistribute
 from ferrodist.torch_private.compilers import is_traced
+from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -322,7 +323,22 @@ def _any_norm(tensor: Any, p: Any = 2, *dims: Any, dtype: Any = None) -> Any:
     return torch.linalg.vector_norm(tensor, 2 if p is None else p, *dims, dtype=dtype)
 
 
+def _unscale(gradients: Sequence[Any], found: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Scale gradients in place, and note an infinity or NaN of one rank on all: a part of `torch.amp.GradScaler`."""
+    private_aten.amp_foreach_non_finite_check_and_unscale_(
+        [getattr(gradient, "_local", gradient) for gradient in gradients], found, inverse_scale
+    )
+    divided: dict[object, tuple[DTensorSpec, set[int]]] = {}  # the axes that divide gradients, by mesh
+    for gradient in gradients:
+        if (spec := getattr(gradient, "_spec", None)) is not None:
+            _, axes = divided.setdefault(spec.mesh.identity, (spec, set()))
+            axes.update(axis for axis, placement in enumerate(spec.placements) if placement != Replicate())
+    for spec, axes in divided.values():
+        found.copy_(cross_rank_reducer(spec, tuple(sorted(axes)))(found.clone(), ReduceOp.MAX))
+
+
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    private_aten.amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     _aten.aminmax.default: _both_extrema,
     _aten.norm.Scalar: _any_norm,
     _aten.norm.ScalarOpt_dim: _any_norm,

@@ -350,3 +350,29 @@ def test_wrong_arguments_of_the_block():
             pass
         with pytest.raises(RuntimeError, match="sdpa"), fd.context_parallel(mesh["context"]):
             torch.ones(1) + 1
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler looks at the .grad of all inputs, and at much else
+def test_compiled_models_break_at_attention():
+    """With the results of the eager model: the graphs have all but attention, which the ranks compute together."""
+
+    def program(group):
+        torch.manual_seed(1)
+        layer = nn.Linear(8, 24).double()
+
+        def model(inputs):
+            queries, keys, values = (each.view(1, -1, 2, 4).transpose(1, 2) for each in layer(inputs).chunk(3, -1))
+            return scaled_dot_product_attention(queries, keys, values, is_causal=True).square()
+
+        found = []
+        num_graphs = []
+        compiled = torch.compile(model, backend=lambda graph, _: num_graphs.append(1) or graph.forward)
+        part = fd.context_shard(torch.linspace(-1, 1, 64, dtype=torch.float64).view(1, 8, 8).sin(), group=group)
+        for called in (model, compiled):
+            with fd.context_parallel(fd.DeviceMesh(group, (2,), ("context",))):
+                outputs = called(part)
+                found.append([outputs.detach(), *torch.autograd.grad(outputs.sum(), layer.parameters())])
+        assert all(map(torch.equal, *found))
+        assert len(num_graphs) == 2
+
+    run_ranks(program, 2, backend="native")

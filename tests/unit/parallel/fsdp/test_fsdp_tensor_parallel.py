@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ferrodist as fd
 from ferrodist import FSDP, DeviceMesh, DTensor, Partial, ReduceOp, Shard, ShardingStrategy
-from ferrodist.errors import CollectiveMismatchError, DistributedError, UnsupportedOpError
+from ferrodist.errors import CollectiveMismatchError, DistributedError, RankFailedError, UnsupportedOpError
 from ferrodist.testing import run_ranks
 
 PLAN = {"*.up": fd.ColumnParallel(), "*.down": fd.RowParallel()}
@@ -600,3 +600,42 @@ def test_other_wrappers_refuse_dtensors(make):
                 make(parallel(mesh), mesh["dp"].group)
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("where", ["first", "first.down", "middle"])
+def test_an_error_on_one_rank_is_one_on_all_axes(where):
+    """Also on ranks of other axes, which have no collective with it: they would wait until their timeout."""
+    model = seeded()
+
+    def program(group):
+        fsdp = divided(model, mesh_of(group), forward_prefetch=0)
+
+        def fail(*_):
+            if group.rank == 1:
+                raise KeyError("on purpose")
+
+        fsdp.module.get_submodule(where).register_forward_pre_hook(fail)
+        kind = KeyError if group.rank == 1 else RankFailedError
+        with pytest.raises(kind, match="on purpose"):
+            loss_of(fsdp, INPUTS).backward()
+
+    run_ranks(program, 4, timeout=30)
+
+
+def test_an_error_of_one_replica_is_one_on_all():
+    """Ranks that shard layers fail alike there, and the other replica learns of it."""
+    model = seeded()
+
+    def program(group):
+        mesh = mesh_of(group)
+        fsdp = divided(model, mesh)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            fsdp(INPUTS[:, 1:])  # on all ranks alike
+        fails = mesh["dp"].group.rank == 1
+        kind, message = RankFailedError, r"in the forward of an FSDP of a Stack: RuntimeError"
+        if fails:
+            kind, message = RuntimeError, "shapes cannot be multiplied"
+        with pytest.raises(kind, match=message):
+            fsdp(INPUTS[:, int(fails) :])
+
+    run_ranks(program, 4, timeout=30)

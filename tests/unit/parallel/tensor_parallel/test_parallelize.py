@@ -27,7 +27,7 @@ from ferrodist import (
     Style,
     VocabularyParallel,
 )
-from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
+from ferrodist.errors import CollectiveMismatchError, RankFailedError, UnsupportedOpError
 from ferrodist.tensor.redistribute_plan import RedistributeKind
 from ferrodist.testing import run_ranks
 
@@ -432,6 +432,52 @@ def test_an_error_on_one_rank_is_raised_on_all():
 
 
 @pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"module": "a model"}, "takes a torch.nn.Module, not str"),
+        ({"check": "yes"}, "check must be True or False"),
+        ({"fallback": "none"}, 'fallback must be "replicate" or "error"'),
+        ({"init": "zeros"}, "init must be a function"),
+    ],
+)
+def test_a_wrong_argument_on_one_rank_is_an_error_on_all(option, message):
+    """Else the other ranks would wait for it until their timeout."""
+
+    def program(group):
+        options = {"module": Network(), "plan": {"up": ColumnParallel()}, **(option if group.rank else {})}
+        kind = (TypeError, ValueError) if group.rank else UnsupportedOpError
+        with pytest.raises(kind, match=message):
+            fd.parallelize(mesh=mesh_of(group), **options)
+
+    run_ranks(program, 2, timeout=20)
+
+
+@pytest.mark.parametrize("where", ["all ranks", "rank 1"])
+def test_an_initialiser_that_raises_leaves_the_model_as_it_was(where):
+    """Parameters of modules before are plain and on the meta device again, also if another rank's raised."""
+
+    def program(group):
+        with torch.device("meta"):
+            model = nn.Sequential(Network(), nn.LayerNorm(12))
+
+        def init(module):
+            if isinstance(module, nn.LayerNorm) and (group.rank == 1 or where == "all ranks"):
+                raise KeyError("on purpose")
+            module.reset_parameters()
+
+        before = list(model.parameters())
+        fails = group.rank == 1 or where == "all ranks"
+        with pytest.raises(KeyError if fails else RankFailedError, match="on purpose"):
+            fd.parallelize(model, mesh_of(group), {"0.up": ColumnParallel()}, init=init)
+        assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+        assert not any("forward" in vars(module) for module in model.modules())
+        if where == "all ranks":  # the group is still usable
+            fd.parallelize(model, mesh_of(group), {"0.up": ColumnParallel()})
+
+    run_ranks(program, 2, timeout=20)
+
+
+@pytest.mark.parametrize(
     ("make", "style", "kind", "message"),
     [
         (lambda: nn.LazyLinear(4), Style(), ValueError, "parameter 'weight' has no shape yet: call the module once"),
@@ -814,6 +860,26 @@ def test_state_dicts_are_loaded(assign):
             other.load_state_dict(Network(12, 20).state_dict())
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("change", ["missing", "dtype", "distributed"])
+def test_states_that_differ_between_ranks(change):
+    """A tensor that one rank lacks would be taken from another name's of the same shape; the error names it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def program(group):
+        mesh = mesh_of(group)
+        sharded = fd.parallelize(copy.deepcopy(model), mesh, {"0": ColumnParallel(), "1": RowParallel()})
+        state = model.state_dict()
+        whole = fd.distribute(state["1.weight"], mesh, Replicate())
+        if group.rank == 1 and change == "missing":
+            del state["1.weight"]
+        elif group.rank == 1:
+            state["1.weight"] = state["1.weight"].double() if change == "dtype" else whole
+        with pytest.raises(CollectiveMismatchError, match=r"of '1.weight' rank 0 has torch.float32 .*, rank 1 "):
+            sharded.load_state_dict(state, strict=False)
+
+    run_ranks(program, 2, timeout=20)
 
 
 def test_declared_inputs_however_they_are_passed():

@@ -1,6 +1,7 @@
 """Models whose own code makes plain tensors, sharded by a plan."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from ferrodist import (
     CollectiveMismatchError,
     ColumnParallel,
     DTensor,
+    RankFailedError,
     RowParallel,
     UnsupportedOpError,
     VocabularyParallel,
@@ -539,6 +541,54 @@ def test_copies_and_errors_leave_no_state():
             one.eval()(torch.ones(4, 6))
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("backend", ["simulated", "native-threads"])
+def test_an_error_on_one_rank_is_one_on_all(backend):
+    """The others learn of it in their next collective, by the module's path; one on all ranks costs nobody the group.
+
+    Without this they would wait for the rank until their timeout.
+    """
+
+    def program(group):
+        layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+        plan = {"0": ColumnParallel(), "1": RowParallel()}
+        model = fd.parallelize(
+            nn.Sequential(nn.Sequential(*layers), nn.Linear(8, 8)),
+            mesh_of(group),
+            {f"0.{name}": style for name, style in plan.items()},
+        )
+        x = torch.ones(2, 8)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+            model(x[:, 1:])
+        note = f"This was in module '0.0' of a parallelized model, on rank {group.rank} of group {group.name!r}."
+        assert sys.version_info < (3, 11) or caught.value.__notes__ == [note]
+        model(x)
+        kind, message = RankFailedError, r"failed on rank 1 of group '.*', in module '0.0': RuntimeError: mat1 and"
+        if group.rank == 1:
+            kind, message = RuntimeError, "shapes cannot be multiplied"
+        with pytest.raises(kind, match=message):
+            model(x[:, group.rank :])
+        assert group.failure is not None
+
+    run_ranks(program, 2, backend=backend, timeout=30)
+
+
+def test_an_error_after_the_last_collective():
+    """The others learn of it in the next one, as in backward."""
+
+    def program(group):
+        model = fd.parallelize(nn.Sequential(nn.Linear(8, 8)), mesh_of(group), {"0": RowParallel()})
+        if group.rank == 1:
+            model[0].register_forward_hook(lambda *_: torch.ones(2) @ torch.ones(3))
+            with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+                model(torch.ones(2, 8))
+            return
+        output = model(torch.ones(2, 8))
+        with pytest.raises(RankFailedError, match=r"failed on rank 1 of group .*, in the model: RuntimeError"):
+            model(output)
+
+    run_ranks(program, 2, timeout=30)
 
 
 def test_an_operator_without_a_rule_names_the_module():

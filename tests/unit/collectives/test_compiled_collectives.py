@@ -1,0 +1,125 @@
+"""Collectives in functions that torch.compile compiles: operators of one graph, with the results of the eager function.
+
+Ranks are processes: torch's compiler has state that threads share.
+"""
+
+import importlib
+
+import pytest
+import torch
+
+import ferrodist as fd
+from ferrodist.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler looks at the .grad of all inputs, and at much else
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler():
+    """Load once what each rank would load."""
+    importlib.import_module("torch._dynamo").lookup_backend("aot_eager")
+
+
+def check(collectives, group, backend):
+    """Compare the results and gradients of a compiled function with those of the eager one, in two steps."""
+
+    def results_of(function, scale):
+        inputs = (torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3) * scale).requires_grad_()
+        out = torch.zeros(2, 3, dtype=torch.float64)
+        result = function(inputs, out)
+        result.backward()
+        return result.detach(), out, inputs.grad
+
+    compiled = torch.compile(collectives, backend=backend, fullgraph=True)
+    for step in range(2):
+        torch._dynamo.config.error_on_recompile = step > 0
+        scale = group.rank + step + 1
+        torch.testing.assert_close(results_of(compiled, scale), results_of(collectives, scale), rtol=0, atol=0)
+    torch._dynamo.config.error_on_recompile = False
+
+
+def test_operators_of_one_graph():
+    """With gradients; in order, also where nothing takes a result: each has the result of the one before it."""
+
+    def program(group):
+        aot_autograd = importlib.import_module("torch._dynamo.backends.common").aot_autograd
+        make_boxed_func = importlib.import_module("functorch.compile").make_boxed_func
+        graphs = []
+
+        def keep(graph, _):
+            graphs.append(graph.graph)
+            return make_boxed_func(graph.forward)
+
+        def collectives(inputs, out):
+            gathered = fd.all_gather(inputs * 2, 1, group=group)
+            part = fd.reduce_scatter(gathered.sin(), fd.ReduceOp.MEAN, dim=1, group=group)
+            rows = fd.all_to_all(part.reshape(-1, 1), group=group)
+            fd.allreduce(inputs.detach(), group=group, out=out)
+            copied = fd.broadcast(rows.detach(), 0, group=group)  # which rank 0 doesn't use
+            return fd.allreduce(rows if group.rank == 0 else rows + copied, group=group).square().sum()
+
+        check(collectives, group, aot_autograd(fw_compiler=keep))
+        forward, backward = (
+            [node for node in graph.nodes if torch.ops.ferrodist.collective.default in node.args] for graph in graphs
+        )
+        assert (len(forward), len(backward)) == (6, 4)
+        for calls in (forward, backward):
+            before = [node.args[3] and node.args[3].args[0] for node in calls]
+            assert before == [None, *calls[:-1]]
+
+    run_ranks(program, 2, backend="native")
+
+
+def test_calls_of_one_graph():
+    """Of the other collectives, and with other arguments."""
+
+    def program(group):
+        send, receive = ([2, 4], [2, 1]) if group.rank == 0 else ([1, 5], [4, 5])
+
+        def collectives(inputs, out):
+            largest = fd.allreduce(inputs, fd.ReduceOp.MAX, group=group, timeout=20.0)
+            first, _ = fd.all_to_all([largest, inputs + 1], group=group)
+            uneven = fd.all_to_all_single_uneven(first.view(6), send, receive, group=group)
+            fd.all_gather(inputs.detach()[0], group=group, out=out[:, :3].view(6))
+            return fd.reduce(uneven.sum(), 0, group=group).sum() + largest.sum()
+
+        check(collectives, group, "eager")
+
+    run_ranks(program, 2, backend="native")
+
+
+def test_groups():
+    """A graph is of its group, and compiled again for another; without a group it breaks inside of `use_group`."""
+
+    def program(group):
+        def twice(inputs, other=None):
+            return fd.allreduce(inputs, group=other) * 2
+
+        alone, ones = fd.new_group([group.rank], group=group), torch.ones(2)
+        compiled = torch.compile(twice, backend="eager", fullgraph=True)
+        for other, expected in ((group, 4.0), (alone, 2.0), (group, 4.0)):
+            assert compiled(ones, other).tolist() == [expected] * 2
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            compiled(ones)  # `run_ranks` gives the ranks their group by `use_group`
+        broken = torch.compile(twice, backend="eager")
+        assert broken(ones).tolist() == [4.0, 4.0]
+        with fd.use_group(alone):
+            assert broken(ones).tolist() == [2.0, 2.0]
+
+    run_ranks(program, 2, backend="native")
+
+
+def test_wrong_arguments():
+    """The compiler's error has the text of the eager one, raised before anything is sent."""
+
+    def program(group):
+        outsider = fd.new_group([1 - group.rank], group=group)
+        with pytest.raises(RuntimeError, match=r"out has shape \(3,\)"):
+            torch.compile(lambda x, out: fd.allreduce(x, group=group, out=out), backend="eager")(
+                torch.ones(2), torch.ones(3)
+            )
+        with pytest.raises(fd.InvalidRankError):
+            torch.compile(lambda inputs: fd.allreduce(inputs, group=outsider), backend="eager")(torch.ones(2))
+        assert fd.allreduce(torch.ones(1), group=group).item() == 2
+
+    run_ranks(program, 2, backend="native")
