@@ -9,7 +9,9 @@ tensors are refused, except for:
   and the ranks compare them (`ReplicaCheck`);
 - the zeros and ones that formulas of gradients make, recognised by their elements;
 - tensors that torch's own functions make, such as the mask of causal attention or the index of a list. The ranks
-  compare these at once.
+  compare these at once;
+- all of them on a mesh over which torch.compile has traced a parallel module, compared at once, too: the code between
+  two graphs, and graphs of ``backend="eager"``, run outside of the module.
 
 [Note: tensors of torch's own functions]
 Two heuristics recognise them. First, only torch holds the tensor, by the number of references to it (`_ARGUMENT_REFS`,
@@ -55,6 +57,20 @@ REFUSE_SCALARS = frozenset([*indexing.RULES, *matmul.RULES])
 
 BACKWARD_CHECKS = "tensor.backward_checks"
 """The group attachment that has, for each mesh, the `ReplicaCheck` of parallel modules' gradients."""
+
+_COMPILED_CHECKS = "tensor.compiled_checks"
+"""The group attachment that has, for each mesh, the `ReplicaCheck` of the parallel model that was compiled last."""
+
+
+def attach_compiled_check(check: ReplicaCheck, mesh: DeviceMesh) -> None:
+    """Let code on a mesh have a model's check where no module's code runs: the model is compiled."""
+    mesh.parent.attachments.setdefault(_COMPILED_CHECKS, {})[mesh.identity] = check
+
+
+def find_compiled_check(mesh: DeviceMesh) -> ReplicaCheck | None:
+    """The check of a parallel model that was compiled on a mesh, or None."""
+    found: ReplicaCheck | None = mesh.parent.attachments.get(_COMPILED_CHECKS, {}).get(mesh.identity)
+    return found
 
 
 def find_plain(arguments: Sequence[Any], *, takes_scalars: bool = True) -> list[torch.Tensor]:
@@ -204,7 +220,11 @@ def check_plain(
         return
     elif _has_known_elements(operator, tensor, is_backward=is_backward):
         return
-    elif (is_temporary and not tensor.requires_grad and _is_base_unreferenced(tensor)) or _is_called_by_torch():
+    elif (
+        (is_temporary and not tensor.requires_grad and _is_base_unreferenced(tensor))
+        or _is_called_by_torch()
+        or find_compiled_check(mesh) is not None
+    ):
         check_replicated(operator, tensor, mesh)
         return
     raise ValueError(  # a TypeError would be replaced by that of operators such as +

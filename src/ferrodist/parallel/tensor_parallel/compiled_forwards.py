@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate
+from ferrodist.tensor.plain_tensors import attach_compiled_check
 from ferrodist.tensor.traced import find_named, name_for_graphs
 from ferrodist.torch_private.compilers import allow_in_graphs, run_while_tracing
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.mesh import DeviceMesh
+    from ferrodist.tensor.replica_check import ReplicaCheck
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,4 +68,17 @@ def whole(tensor: DTensor) -> torch.Tensor:
 def prepare_compiler() -> bool:
     """Let graphs contain the functions above; the compiler calls this while it traces."""
     allow_in_graphs([place, shard, whole])
+    return True
+
+
+def name_model(check: ReplicaCheck, mesh: DeviceMesh) -> str:
+    """The text for `begin_model` of a parallel model that has a check."""
+    replicates = check.replication_warnings is not None
+    return name_for_graphs(f"model, {replicates=}", (check, mesh), mesh)
+
+
+@run_while_tracing
+def begin_model(name: str) -> bool:
+    """Prepare for the forward of a parallel model that the compiler traces, which calls this."""
+    attach_compiled_check(*find_named(name))
     return True

@@ -23,6 +23,7 @@ from ferrodist.parallel.tensor_parallel.wrapped_forwards import find_arguments
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.tensor.plain_tensors import ACTIVE_CHECK
+from ferrodist.torch_private.compilers import outside_of_compiler
 from ferrodist.torch_private.modules import own_buffers, own_parameters
 
 if TYPE_CHECKING:
@@ -223,6 +224,7 @@ class ExpertParallelForward(ExpertForward):
         self._capacity_factor, self._outputs, self._takes_own_tokens = capacity_factor, outputs, takes_own_tokens
         self._grad_scale = grad_scale
 
+    @outside_of_compiler
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute the experts."""
         try:
@@ -288,6 +290,7 @@ class TensorParallelExpertsForward(ExpertForward):
         super().__init__(module, mesh, num_experts, num_experts)
         self._outputs, self._once = outputs, once
 
+    @outside_of_compiler
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute the experts."""
         given = self._arguments(args, kwargs)

@@ -261,3 +261,86 @@ def test_single_layers_take_plain_tensors():
         check(gradients(torch.compile(layers, backend="aot_eager", fullgraph=True)), gradients(layers))
 
     run_ranks(program, 2, backend="native")
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_experts = 4
+        self.up = nn.Parameter(torch.linspace(-1, 1, 4 * WIDTH * WIDTH).view(4, WIDTH, WIDTH).sin())
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        outputs = (hidden_states[:, None, None] @ self.up[top_k_index]).squeeze(2)
+        return (outputs * top_k_weights[..., None]).sum(1)
+
+
+class Routed(nn.Module):
+    """With experts, and an operator without a rule between plain tensors that the code holds."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.mlp, self.router, self.experts = Mlp(), nn.Linear(WIDTH, 4), Experts()
+
+    def forward(self, hidden):
+        flat = self.mlp(hidden).flatten(0, 1)
+        weights, index = self.router(flat).softmax(-1).topk(2)
+        routed = self.experts(flat, index, weights)
+        factors = torch.arange(WIDTH, dtype=hidden.dtype) + 1
+        square = routed.T @ routed + torch.diag(factors)
+        return torch.linalg.lstsq(square, routed.T).solution.T * factors
+
+
+def test_experts_and_operators_without_a_rule():
+    """Graphs break at them; the code between two graphs counts plain tensors as replicated, and has the fallback."""
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (2,), ("tensor",))
+        own = Routed().double()
+        plan = {"mlp.up": fd.ColumnParallel(), "mlp.down": fd.RowParallel(), "experts": fd.ExpertParallel()}
+        model = fd.parallelize(Routed().double(), mesh, plan)
+        check(gradients_of_layers(model, torch.compile(model, backend="eager")), gradients_of_layers(own, own))
+
+    run_ranks(program, 2, backend="native")
+
+
+def test_other_lengths():
+    """As of a model that generates tokens: each is compiled, and the results are those of the eager model."""
+
+    @torch.no_grad()
+    def program(group):
+        model = divided(fd.DeviceMesh(group, (2,), ("tensor",)), PLAN)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        for length in (3, 4):
+            ids = torch.arange(length)[None]
+            check([compiled(ids, ids)["last"]], [model(ids, ids)["last"]])
+
+    run_ranks(program, 2, backend="native")
+
+
+def test_units_of_fsdp_that_are_divided():
+    """Over two axes: each block is a unit, compiled once; the steps are those of the eager model."""
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (2, 2), ("data", "tensor"))
+        inputs = torch.linspace(-1, 1, 8 * WIDTH, dtype=torch.float64).view(2, 4, WIDTH)[group.rank // 2, None]
+        found = []
+        for is_compiled in (False, True):
+            model = fd.parallelize(
+                Layers().double(), mesh["tensor"], {"*.up": fd.ColumnParallel(), "*.down": fd.RowParallel()}
+            )
+            if is_compiled:
+                model.compile(backend="eager")
+            fsdp = fd.FSDP(model, mesh["data"].group, wrap=Mlp)
+            optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
+            for step in range(2):
+                torch._dynamo.config.error_on_recompile = is_compiled and step > 0
+                loss = fsdp(inputs).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.detach())
+        torch._dynamo.config.error_on_recompile = False
+        check(found[2:], found[:2])
+
+    run_ranks(program, 4, backend="native")
