@@ -33,7 +33,7 @@ from ferrodist.backends.request import Request, SizedRequest, ThreadedRequest, a
 from ferrodist.backends.stragglers import Stragglers
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.backends.verification import CollectiveVerifier
-from ferrodist.backends.weak import snapshot_weak
+from ferrodist.backends.weak import name_weakly, snapshot_weak
 from ferrodist.deadline import Deadline, check_timeout, default_timeout, resolve_timeout
 from ferrodist.errors import (
     DistributedError,
@@ -112,8 +112,8 @@ class Backend(ABC):
         self._close_callbacks = []
         self._synchronizers = []
         self._threaded = {}
-        self._engine_by_device = {}
-        self._p2p_by_device = {}
+        self._engine_by_device, self._p2p_by_device = {}, {}
+        self.graph_name = name_weakly(self)  # in graphs of torch.compile
         self._threaded_lock = threading.Lock()
         self.subgroups = WeakSet()
         self.attachments = {}
