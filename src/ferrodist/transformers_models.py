@@ -20,18 +20,22 @@ def is_transformers_model(module: torch.nn.Module) -> bool:
     return base is not None and isinstance(module, base)
 
 
-def find_transformers_initialiser(root: torch.nn.Module) -> Callable[[torch.nn.Module], object] | None:
+def find_transformers_initialiser(
+    root: torch.nn.Module, part: torch.nn.Module | None = None
+) -> Callable[[torch.nn.Module], object] | None:
     """Return the function that initialises a module's own tensors as ``from_pretrained`` does, or None.
 
     It calls ``_init_weights`` of the transformers model that is around the module, of several the innermost one. A
     module with none around it has its ``reset_parameters()`` called. None if there is no transformers model in
-    ``root``.
+    ``root``. Modules of ``part`` count as those of the same paths in ``root``.
     """
     models: dict[str, Any] = {}
     around: dict[torch.nn.Module, Any] = {}
     for path, module in root.named_modules():  # parents come before their children
         models[path] = module if is_transformers_model(module) else models.get(path.rpartition(".")[0])
         around[module] = models[path]
+    for path, module in () if part is None else part.named_modules():
+        around[module] = models.get(path)
     if not any(model is not None for model in models.values()):
         return None
 

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch.autograd.graph import increment_version
 
-from ferrodist.arguments import check_type
+from ferrodist.arguments import check_bool, check_type
 from ferrodist.checkpoint.consensus import all_or_none, call_on_all, resolve_group_or_alone, run_on_rank0
 from ferrodist.checkpoint.format.manifest import MANIFEST_NAME, Manifest, decode_manifest, encode_manifest
 from ferrodist.checkpoint.format.safetensors import dtype_from_name
@@ -27,7 +27,7 @@ from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.collectives.objects import all_gather_object, gather_object
 from ferrodist.collectives.p2p import recv_into, send
 from ferrodist.deadline import Deadline, resolve_timeout
-from ferrodist.errors import DistCheckpointError
+from ferrodist.errors import CollectiveMismatchError, DistCheckpointError
 from ferrodist.tensor.box import Box
 from ferrodist.tensor.dtensor import DTensor
 
@@ -88,12 +88,14 @@ def load_distributed(
     storage = call_on_all(lambda: open_storage(path, storage_options), "open a checkpoint", str(path), group, deadline)
     manifest = _share_manifest(storage, group, deadline)
     with all_or_none("load a checkpoint", storage.url, group, deadline):
+        check_bool("strict", strict)
+        check_bool("one_reads", one_reads)
         check_type(shards, (ShardMetadata, type(None)), "shards must be ShardMetadata or None")
         if shards:
             shards.check(group.world_size)
         planner = LoadPlanner(manifest, group.rank, group.world_size, shards)
         build = planner.match(manifest.tree, into)
-    check_complete(planner, storage.url, group, deadline, strict=strict)
+    check_complete(planner, storage.url, group, deadline, strict=strict, one_reads=one_reads)
     fill_targets(
         planner, CheckpointReader(storage, manifest, verify=verify), storage, group, deadline, one_reads=one_reads
     )
@@ -140,18 +142,29 @@ def _share_manifest(storage: Storage, group: Backend, deadline: Deadline) -> Man
     return manifests[0] if manifests else decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}")
 
 
-def check_complete(planner: LoadPlanner, where: str, group: Backend, deadline: Deadline, *, strict: bool) -> None:
-    """Raise on all ranks if wanted values were not saved or saved tensors have no target, on ranks with ``strict``."""
+def check_complete(
+    planner: LoadPlanner, where: str, group: Backend, deadline: Deadline, *, strict: bool, one_reads: bool
+) -> None:
+    """Raise on all ranks if wanted values were not saved or saved tensors have no target, on ranks with ``strict``.
+
+    So do ranks of which only some have ``one_reads``.
+    """
     report = (planner.missing[:10], len(planner.missing), planner.unexpected) if strict else ([], 0, {})
-    answers = all_gather_object(report, group=group, timeout=deadline.remaining())
-    for rank, (names, count, _) in enumerate(answers):
+    answers = all_gather_object((*report, one_reads), group=group, timeout=deadline.remaining())
+    for rank, (names, count, _, reads) in enumerate(answers):
+        if reads != answers[0][3]:
+            raise CollectiveMismatchError(
+                f"the ranks load {where} in different ways: rank 0 with one_reads={answers[0][3]}, rank {rank} with"
+                f" one_reads={reads}. Pass the same on all ranks",
+                ranks=(rank,),
+            )
         if names:
             raise DistCheckpointError(
                 f"{where} lacks {_abbreviate(names, count)}, which rank {rank} wants: load with strict=False to leave"
                 " what is missing as it is",
                 ranks=(rank,),
             )
-    unexpected = {key: state_path for _, _, found in answers for key, state_path in found.items()}
+    unexpected = {key: state_path for _, _, found, _ in answers for key, state_path in found.items()}
     if not unexpected:
         return
     here = sorted(planner.used & set(unexpected)) if strict else []

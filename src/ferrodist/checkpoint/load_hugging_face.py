@@ -9,7 +9,7 @@ The files' tensors become entries of a manifest, under the names that the model 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import msgspec
 import torch
@@ -24,7 +24,7 @@ from ferrodist.checkpoint.format.tree import path_text
 from ferrodist.checkpoint.load import check_complete, fill_targets
 from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.reader import CheckpointReader
-from ferrodist.checkpoint.state import inner_module, module_state
+from ferrodist.checkpoint.state import inner_module, module_state, unwrap_modules
 from ferrodist.checkpoint.storage import Storage, open_storage
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import DistCheckpointError
@@ -34,9 +34,10 @@ from ferrodist.transformers_models import find_transformers_initialiser, is_tran
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
+    from ferrodist.checkpoint.format.manifest import TensorEntry
 
     Initialiser = Callable[[torch.nn.Module], object]
 
@@ -58,8 +59,9 @@ def load_hugging_face(
 ) -> _Module:
     """Load ``model.safetensors``, or several files with an index, into a model; every rank of the group calls this.
 
-    The model may be a plain module, one that `parallelize` has sharded, an `FSDP`, or both: each rank reads the
-    elements of its own shards, in pieces of at most 32 MiB, and never holds a whole tensor that is sharded. Numbers are
+    The model may be a plain module, one that `parallelize` has sharded, an `FSDP`, or both, or this rank's stage of
+    `split_model`, or a `Pipeline` of these: each rank reads the elements of its own shards and stages, in pieces of at
+    most 32 MiB, and never holds a whole tensor that is sharded. Numbers are
     cast to the model's dtypes. A parameter that the model has under several names may be in the files under one.
 
     A transformers model gets the names and the layouts that it has for its files (transformers 5: renamed weights, the
@@ -93,7 +95,7 @@ def load_hugging_face(
         DistCheckpointError: On all ranks: the folder is missing or damaged, lacks tensors or has others, a shape is
             another one, or transformers makes a tensor in a way that can't be done in parts. Some tensors may have been
             filled already.
-        TypeError, ValueError: An argument is wrong.
+        TypeError, ValueError: An argument is wrong, or the model has adapters of PEFT.
     """
     group, deadline = resolve_group_or_alone(group), Deadline(resolve_timeout(timeout))
     storage = call_on_all(lambda: open_storage(path, storage_options), _ACTION, str(path), group, deadline)
@@ -104,14 +106,23 @@ def load_hugging_face(
         check_bool("one_reads", one_reads)
         if init is not None and not callable(init):
             raise TypeError(f"init must be a function of a module or None, not {type(init).__name__}")
-        inner = inner_module(model)
-        manifest = _convert(files, inner, storage.url)
-        _allocate(inner, manifest.tensors, init)
+        _refuse_adapters(model)
+        parts = _find_parts(model)
+        inner = parts[0].whole_model.code if parts else inner_module(model)
+        shapes = parts[0].whole_model.shapes if parts else _shapes_of(inner)
+        manifest = _convert(files, inner, shapes, storage.url)
+        for part in parts:
+            _add_tied(manifest.tensors, part.whole_model.tied)
+            part.materialise(_initialiser_of(part, manifest.tensors, init))
+        if not parts:
+            _allocate(inner, manifest.tensors, init)
         planner = LoadPlanner(manifest, group.rank, group.world_size)
         build = planner.match({"dict": {name: {"tensor": name} for name in manifest.tensors}}, model)
         allowed = {path_text((name,)) for name in module_state(model) if ignores(inner, name, "missing")}
         planner.missing = [name for name in planner.missing if name not in allowed]
-    check_complete(planner, storage.url, group, deadline, strict=strict)
+        # What other stages have is theirs to load.
+        planner.unexpected = {key: path for key, path in planner.unexpected.items() if not parts or key not in shapes}
+    check_complete(planner, storage.url, group, deadline, strict=strict, one_reads=one_reads)
     reader = CheckpointReader(storage, manifest, verify=False)
     fill_targets(planner, reader, storage, group, deadline, one_reads=one_reads)
     build()
@@ -128,12 +139,73 @@ def _share_headers(storage: Storage, group: Backend, deadline: Deadline) -> Mani
     return msgspec.json.decode(run_on_rank0(read, _ACTION, storage.url, group, deadline), type=Manifest)
 
 
-def _convert(files: Manifest, module: torch.nn.Module, where: str) -> Manifest:
+def _refuse_adapters(model: torch.nn.Module) -> None:
+    """Raise ValueError for layers that PEFT has wrapped, whose names are not those of the files."""
+    for path, _ in model.named_modules():
+        if path.rpartition(".")[2] == "base_layer":
+            around = path.rpartition(".")[0]
+            raise ValueError(
+                f"module {around!r} ({type(model.get_submodule(around)).__name__}) is an adapter around {path!r}: load"
+                " the model first, on the CPU, and add its adapters then"
+            )
+
+
+class _Part(Protocol):
+    """A stage of a model that `split_model` has divided."""
+
+    @property
+    def whole_model(self) -> Any:
+        """The whole model's ``code``, ``shapes`` and ``tied`` names."""
+
+    def materialise(self, init: Initialiser | None = None) -> None:
+        """Make its tensors on the meta device real."""
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Its modules by their names in the whole model."""
+
+
+def _find_parts(model: torch.nn.Module) -> list[_Part]:
+    """Return the stages of a divided model that a module is, or has as a pipeline; none for other modules."""
+    found: list[_Part] = []
+    for each in unwrap_modules(model):
+        stages = getattr(each, "inner_modules", None)
+        modules: list[Any] = [each] if stages is None else [stage for _, stage in stages()]
+        found += [module for module in modules if hasattr(module, "whole_model")]
+    return found
+
+
+def _add_tied(tensors: dict[str, TensorEntry], tied: Mapping[str, Sequence[str]]) -> None:
+    """Add entries for names of tied tensors that the files have under another name, as that of another stage."""
+    for name, others in tied.items():
+        known = next((other for other in others if other in tensors), None)
+        if name not in tensors and known is not None:
+            tensors[name] = tensors[known]
+
+
+def _initialiser_of(part: _Part, saved: Collection[str], init: Initialiser | None) -> Initialiser:
+    """Return a function that initialises the modules of a stage whose tensors are not all saved."""
+    paths = {module: path for path, module in part.named_modules()}
+    init = init or find_transformers_initialiser(part.whole_model.code, cast("torch.nn.Module", part))
+
+    def initialise(module: torch.nn.Module) -> None:
+        path = paths.get(module)
+        own = {**own_parameters(module), **own_buffers(module)}
+        if path is None or any(f"{path}.{key}".lstrip(".") not in saved for key in own):
+            (init or _find_initialiser(path or "", module))(module)
+
+    return initialise
+
+
+def _shapes_of(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the full shapes of a module's tensors by name."""
+    state = {name: value for name, value in module_state(module).items() if isinstance(value, torch.Tensor)}
+    return {name: tuple(local_shard(value).shape) for name, value in state.items()}
+
+
+def _convert(files: Manifest, module: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str) -> Manifest:
     """Return the files' tensors under the names that a module has for them."""
     if not is_transformers_model(module):
-        return files
-    state = {name: value for name, value in module_state(module).items() if isinstance(value, torch.Tensor)}
-    shapes = {name: local_shard(value).shape for name, value in state.items()}
+        return msgspec.structs.replace(files, tensors=dict(files.tensors))
     return msgspec.structs.replace(files, tensors=convert_entries(files, module, shapes, where))
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     _Entry = tuple[str, str, str, str]
     """The module's path, the operator, the tensor's dtype and shape, and a digest of its elements."""
 
+_CALL = "the call"  # in the operator's place in the entry of a forward's circumstances
+
 
 @not_compiled
 class ReplicaCheck:
@@ -75,6 +77,23 @@ class ReplicaCheck:
             if is_backward:
                 queue_callback(self.compare)
         self._entries.append(entry)
+
+    def record_call(self, describe: Callable[[], tuple[str, str]]) -> None:
+        """Record the circumstances of the forward that begins: in words, and a digest of what words leave out.
+
+        They require no exchange, and are read at the end of the forward, unless ``immediate``.
+        """
+        if self._mesh.group.world_size == 1:
+            return
+        where = describe_path(self.path, is_backward=False)
+
+        def entry() -> _Entry:
+            return where, _CALL, *describe()
+
+        if self._immediate:
+            _compare([entry()], self._mesh, entry())
+        else:
+            self._entries.append(entry)
 
     def compare(self) -> None:
         """Compare what was recorded since the last comparison; all ranks call this, and all raise if they differ."""
@@ -130,6 +149,15 @@ def _compare(entries: Sequence[_Entry], mesh: DeviceMesh, due: _Entry) -> None:
                 (mesh.ranks[0], first[index]) if len(first) > index else (rank, other[index])
             )
             what = f"rank {longer} has {form} for {operator}{where}, and the other has none there"
+        elif first[index][1] == other[index][1] == _CALL:
+            one, another = first[index], other[index]
+            differs = ", but of other parameters" if one[:3] == another[:3] else ""
+            raise CollectiveMismatchError(
+                f"the ranks call a forward{one[0]} of a parallelized model in different ways: rank {mesh.ranks[0]}"
+                f" {one[2]}, rank {rank} {another[2]}{differs}. Use torch.no_grad(), train() and requires_grad_() alike"
+                " on all ranks, and call models in the same order",
+                ranks=(rank,),
+            )
         else:
             one, another = first[index], other[index]
             differs = " with other elements" if one[:3] == another[:3] else ""

@@ -1,5 +1,6 @@
 """Folders of Hugging Face's load straight into the shards of a model, whatever it is sharded by."""
 
+import copy
 import json
 
 import pytest
@@ -390,6 +391,63 @@ def test_damaged_folders(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     for message in fails(tmp_path, lambda _: nn.Linear(3, 2)):
         assert "model-1.safetensors is missing" in message
+
+
+@pytest.mark.parametrize("way", ["stage", "pipeline"])
+def test_stages_of_a_pipeline(saved, way):
+    """Each rank allocates and reads its stage only, by the whole model's names: conversions and tied tensors too."""
+    model, make, folder = saved
+    sample = {"input_ids": torch.arange(6).view(1, 6)}
+    whole = on_meta(make) if way == "stage" else make()
+
+    def program(group):
+        stages = fd.split_model(copy.deepcopy(whole), 2, group, sample=sample)
+        stage = stages[group.rank]
+        if way == "stage":
+            load_hugging_face(folder, stage)
+        else:
+            load_hugging_face(folder, fd.Pipeline(stages, group, num_microbatches=1), one_reads=True)
+        expected = tensors_of(model)
+        found = tensors_of(stage)
+        assert all(found[name].equal(expected[name]) for name in found)
+        assert not any(each.is_meta for each in found.values())
+        return set(found)
+
+    names = run_ranks(program, 2)
+    assert names[0] | names[1] >= set(model.state_dict())
+    assert names[0] - names[1]
+    assert names[1] - names[0]
+
+
+def test_models_with_adapters_are_refused(tmp_path):
+    """Their layers have other names than the files; the error says what to do."""
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base_layer = nn.Linear(3, 2)
+
+    save_linear(tmp_path)
+    for message in fails(tmp_path, lambda _: nn.Sequential(Adapted())):
+        assert "module '0' (Adapted) is an adapter around '0.base_layer': load the model first" in message
+
+
+def test_tensors_that_no_stage_has(tmp_path):
+    """They are errors on all ranks, as for a whole model."""
+    kind, config = llama()
+    state = seeded(lambda: kind(config)).state_dict()
+    whole = on_meta(lambda: kind(config))
+
+    def make(group):
+        return fd.split_model(copy.deepcopy(whole), 2, group)[group.rank]
+
+    save_file({**state, "more.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert all("'more.weight'" in message for message in fails(tmp_path, make))
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    assert all(
+        "lacks ['model.layers.1.mlp.up_proj.weight'], which rank" in message for message in fails(tmp_path, make)
+    )
 
 
 def test_weights_that_can_not_be_read_in_parts(tmp_path):

@@ -14,6 +14,7 @@ import ferrodist as fd
 from ferrodist.checkpoint import AsyncCheckpointer, DistCheckpointError, PerRank, load_distributed, save_distributed
 from ferrodist.checkpoint.storage import local
 from ferrodist.checkpoint.storage.local import LocalStorage
+from ferrodist.errors import CollectiveMismatchError
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -39,6 +40,18 @@ def test_ranks_with_different_paths(tmp_path: Path) -> None:
             pytest.raises(DistCheckpointError, match="one path"),
         ):
             checkpointer.save_async({"a": torch.ones(3)}, group.rank)
+
+    run_ranks(program, 2)
+
+
+def test_ranks_of_which_one_would_read_for_all(tmp_path: Path) -> None:
+    """Both are told by the argument's name, before they wait for each other's data."""
+    save_distributed({"a": torch.ones(3)}, tmp_path)
+
+    def program(group: Backend) -> None:
+        with pytest.raises(CollectiveMismatchError, match="rank 0 with one_reads=True, rank 1 with one_reads=False"):
+            load_distributed(tmp_path, {"a": None}, group=group, one_reads=group.rank == 0)
+        assert load_distributed(tmp_path, {"a": None}, group=group, one_reads=True)["a"].tolist() == [1.0] * 3
 
     run_ranks(program, 2)
 

@@ -51,14 +51,17 @@ def compare_calls(
         raise
     except Exception as error:  # noqa: BLE001 - raised below, after the others know
         call, refusal = Call(f"{type(error).__name__}: {error}", ()), error
-    digest = hashlib.blake2b(call.text.encode(), digest_size=7).digest()
+    digest = hashlib.blake2b(f"{operation}: {call.text}".encode(), digest_size=7).digest()
     status = _OK if refusal is None else _REFUSED
     sizes = [*call.sizes, *[0] * (_NUM_SIZES - len(call.sizes))]
     own = torch.tensor([[status, int.from_bytes(digest, "little"), *sizes]], dtype=torch.int64, device="cpu")
     gathered: list[list[int]] = all_gather(own, group=group, timeout=timeout).tolist()
     if any(each[0] for each in gathered) or len({each[1] for each in gathered}) > 1:
-        texts: list[str] = all_gather_object(call.text, group=group, timeout=timeout)
-        _raise_difference(operation, refusal, [bool(each[0]) for each in gathered], texts, group)
+        calls: list[tuple[str, str]] = all_gather_object((operation, call.text), group=group, timeout=timeout)
+        refused = [bool(each[0]) for each in gathered]
+        is_one = any(refused) or len({name for name, _ in calls}) == 1
+        texts = [text if is_one else f"{name} with {text}" for name, text in calls]
+        _raise_difference(operation, refusal, refused, texts, group)
     return [tuple(each[2 : 2 + len(call.sizes)]) for each in gathered]
 
 

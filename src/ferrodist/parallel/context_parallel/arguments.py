@@ -182,6 +182,8 @@ def _check_scale(scale: float | None, size: int) -> float:
         return 1 / math.sqrt(max(size, 1))
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number or None, not {scale!r}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, not {scale!r}")
     return float(scale)
 
 

@@ -162,8 +162,17 @@ def _check_config(name: str, config: Any, length: int) -> None:
                 " context_parallel has no windows. Set the config's sliding_window to None, or to at least the"
                 " sequence's length"
             )
-        if kind not in {"sliding_attention", "full_attention"}:
-            raise ValueError(f"{name} has layers of the kind {kind!r}, and context_parallel has only full attention")
+    if (kind := find_other_kind(config, length)) is not None:
+        raise ValueError(f"{name} has layers of the kind {kind!r}, and context_parallel has only full attention")
+
+
+def find_other_kind(config: Any, length: int) -> str | None:
+    """The kind of a transformers model's layers that mix tokens otherwise than by attention to all or in a window."""
+    for kind in dict.fromkeys(getattr(config, "layer_types", None) or ()):
+        chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
+        if kind not in {"sliding_attention", "full_attention"} and (chunk is None or chunk < length):
+            return str(kind)
+    return None
 
 
 def _check_batch(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -184,6 +193,9 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     for name, each in batch.items():
         if each.shape != ids.shape and not (name == "position_ids" and each.shape == (1, ids.shape[1])):
             raise ValueError(f"{name} must be of the shape of input_ids, {tuple(ids.shape)}, not {tuple(each.shape)}")
+    for name in ("input_ids", "labels", "position_ids"):
+        if name in batch and batch[name].dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"batch[{name!r}] must be of int64 or int32, not {batch[name].dtype}")
     mask = batch.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise ValueError(

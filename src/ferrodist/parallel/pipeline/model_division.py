@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,19 @@ from ferrodist.torch_private.modules import own_modules
 from ferrodist.torch_private.pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeModel:
+    """The model of which stages are parts, for those who load them."""
+
+    code: torch.nn.Module
+    """A copy without its parameters, of the model's class and configuration."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """The shapes of all parameters and buffers by name."""
+    tied: Mapping[str, Sequence[str]]
+    """The names of each of them that is a tensor with several."""
 
 
 class ModelDivision:
@@ -39,6 +52,7 @@ class ModelDivision:
         self.own = {
             name: copy_to_host(tensor).requires_grad_(tensor.requires_grad) for name, tensor in units.own.items()
         }
+        self.whole_model = _describe_whole(self.skeleton.model, units)
         self.changed: dict[str, set[str]] = {}
         """The attributes of units, and of modules in them, that their forwards have set in a trace."""
         self.owners: dict[str, int] = {}
@@ -96,6 +110,22 @@ class ModelDivision:
     def flow(self, args: Any, kwargs: Any, *, is_training: bool) -> Flow:
         """The flow of values for these inputs."""
         return find_flow(self.trace(args, kwargs, is_training=is_training), self.owners, self.num_stages)
+
+
+def _describe_whole(code: torch.nn.Module, units: ModelUnits) -> WholeModel:
+    tensors = dict(units.own)
+    for path in units.units:
+        unit = units.units[path]
+        both = (*unit.named_parameters(path, remove_duplicate=False), *unit.named_buffers(path, remove_duplicate=False))
+        tensors.update(both)
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    return WholeModel(
+        code=code,
+        shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        tied={name: names[id(tensor)] for name, tensor in tensors.items() if len(names[id(tensor)]) > 1},
+    )
 
 
 def _copy_input(value: Any) -> Any:

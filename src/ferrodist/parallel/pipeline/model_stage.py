@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrodist.parallel.module_init import Initialiser
-    from ferrodist.parallel.pipeline.model_division import ModelDivision
+    from ferrodist.parallel.pipeline.model_division import ModelDivision, WholeModel
     from ferrodist.parallel.pipeline.model_skeleton import Skeleton
 
 _SHAPE = "ferrodist.shape"  # the key of an input that travels as its shape
@@ -232,6 +232,11 @@ class ModelStage(ModulePart):
                 known.fill_(torch.nan)
             self._absent[name] = known.requires_grad_(original.requires_grad)
         return self._absent[name]
+
+    @property
+    def whole_model(self) -> WholeModel:
+        """The whole model's code, and its tensors' names and shapes."""
+        return self._division.whole_model
 
     @property
     def model_name(self) -> str:

@@ -18,6 +18,7 @@ from ferrodist.tensor.dtensor import DTensor, wrap_local
 from ferrodist.tensor.linear import linear
 from ferrodist.tensor.placement import Replicate
 from ferrodist.tensor.spec import DTensorSpec
+from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.compilers import is_compiling
 from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
 
@@ -51,6 +52,7 @@ class NormForward:
     def __init__(self, module: nn.Module) -> None:
         self._forward: Any = module.forward
         self._has_state = False  # set by the first forward that assigns to an attribute
+        self._writes: bool | None = None  # whether it writes to its inputs, as seen in the first forward
         functools.update_wrapper(self, self._forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,6 +65,7 @@ class NormForward:
             kwargs
             or not args
             or self._has_state
+            or self._writes
             or not all(isinstance(one, DTensor) and one.placements == _REPLICATED for one in args)
             or any(map(_is_sharded, parameters.values()))
             # Parametrizations and hooks that compute parameters, which would be DTensors.
@@ -71,6 +74,11 @@ class NormForward:
             or any(isinstance(one, DTensor) for one in module.__dict__.values())
         ):
             return self._forward(*args, **kwargs)
+        if self._writes is None:  # local tensors, which are views, could not be written
+            versions = [version_of(one) for one in args if not one.is_inference()]
+            result = self._forward(*args)
+            self._writes = versions != [version_of(one) for one in args if not one.is_inference()]
+            return result
         # The module's own code, on another module with local parameters: this one may run in other threads too.
         local: nn.Module = object.__new__(type(module))
         own = {name: one.to_local() if isinstance(one, DTensor) else None for name, one in parameters.items()}

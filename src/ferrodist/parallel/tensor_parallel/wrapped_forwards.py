@@ -9,6 +9,7 @@ tensors are those that the module's code makes: they count as replicated, and th
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -248,10 +249,22 @@ class ReplicatedForward:
     def _call_from_outside(self, args: Any, kwargs: Any, *, is_by_model: bool) -> Any:
         """Compute a forward that is called from outside of the model, or by its own code outside, as ``generate``."""
         gathers = self._state.gathers and not find_dtensors([args, kwargs])
+        self._state.forward_check.record_call(self._describe_call)
         replicate = functools.partial(self._replicate, is_by_model=is_by_model)
         args, kwargs = map_nested(replicate, args), map_nested(replicate, kwargs)
         result = map_nested(self._record_result, self._forward(*args, **kwargs))
         return map_nested(_gather, result) if gathers else result
+
+    def _describe_call(self) -> tuple[str, str]:
+        """What must be the same on all ranks, for `ReplicaCheck.record_call`."""
+        module: Any = getattr(inspect.unwrap(self._forward), "__self__", None)
+        trained = [] if module is None else [one.requires_grad for one in module.parameters()]
+        words = (
+            f"{'with' if torch.is_grad_enabled() else 'without'} gradients of {sum(trained)} parameters in"
+            f" {'training' if module is not None and module.training else 'evaluation'}, of model"
+            f" {self._state.number} of the mesh"
+        )
+        return words, bytes(trained).hex()
 
     def _replicate(self, tensor: torch.Tensor, *, is_by_model: bool) -> DTensor:
         if isinstance(tensor, DTensor):
@@ -268,14 +281,23 @@ class ReplicatedForward:
         return tensor
 
 
+_MODEL_COUNTS = "tensor_parallel.model_counts"
+"""The group attachment that has, for each mesh, the number of parallel models that were made on it."""
+
+
 class ParallelState:
-    """The state that the modules of a parallel model share.
+    """The state that the modules of a parallel model share; ``number`` counts the models that the mesh's ranks made.
 
     ``gathers``: results become full plain tensors if a module is called from outside. ``checks``: ranks compare each
     plain tensor when it is used, and the inputs too. ``replicates``: operators without a rule are computed replicated.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, gathers: bool, checks: bool, replicates: bool) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, *, gathers: bool, checks: bool, replicates: bool, number: int | None = None
+    ) -> None:
+        models = mesh.parent.attachments.setdefault(_MODEL_COUNTS, collections.Counter())
+        models[mesh.identity] += number is None
+        self.number = models[mesh.identity] if number is None else number  # a copy, which one rank may make, has no own
         self.mesh, self.gathers, self.checks, self.replicates = mesh, gathers, checks, replicates
         self.failed_path = ""  # of the innermost module whose forward raised
         self.graph_depth = 0  # more than 0 while the compiler traces the inside of a forward
@@ -289,7 +311,7 @@ class ParallelState:
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
         """The state of a copy of the model."""
         made = memo[id(self)] = ParallelState(
-            self.mesh, gathers=self.gathers, checks=self.checks, replicates=self.replicates
+            self.mesh, gathers=self.gathers, checks=self.checks, replicates=self.replicates, number=self.number
         )
         return made
 

@@ -14,13 +14,14 @@ from ferrodist.testing import run_ranks
 IDS = torch.randint(5, 37, (1, 12), generator=torch.Generator().manual_seed(0))
 
 
+ONES = torch.ones(1, 4, dtype=torch.int64)
 BATCHES = {
     "no ids": ({"labels": torch.ones(1, 4, dtype=torch.int64)}, "no 'input_ids'"),
-    "unknown": ({"input_ids": torch.ones(1, 4), "token_type_ids": torch.ones(1, 4)}, "token_type_ids"),
+    "unknown": ({"input_ids": ONES, "token_type_ids": ONES}, "token_type_ids"),
     "shape": ({"input_ids": torch.ones(4)}, r"\(batch, tokens\)"),
-    "labels": ({"input_ids": torch.ones(1, 4), "labels": torch.ones(1, 5)}, "labels must be of the shape"),
-    "padding": ({"input_ids": torch.ones(1, 4), "attention_mask": torch.tensor([[1, 1, 1, 0]])}, "padding"),
-    "no label": ({"input_ids": torch.ones(1, 4), "labels": torch.full((1, 4), -100)}, "no label that counts"),
+    "labels": ({"input_ids": ONES, "labels": torch.ones(1, 5, dtype=torch.int64)}, "labels must be of the shape"),
+    "padding": ({"input_ids": ONES, "attention_mask": torch.tensor([[1, 1, 1, 0]])}, "padding"),
+    "no label": ({"input_ids": ONES, "labels": torch.full((1, 4), -100)}, "no label that counts"),
 }
 
 
@@ -34,9 +35,11 @@ def test_batches_that_cannot_be_sharded(name):
         fd.context_shard_batch(batch, group)
     assert all(torch.equal(batch[each], before[each]) for each in batch)
     with pytest.raises(ValueError, match="cu_seqlens ends at 3"):
-        fd.context_shard_batch({"input_ids": torch.ones(1, 4)}, group, cu_seqlens=[0, 3])
+        fd.context_shard_batch({"input_ids": ONES}, group, cu_seqlens=[0, 3])
     with pytest.raises(TypeError, match="mapping"):
         fd.context_shard_batch([1], group)
+    with pytest.raises(TypeError, match=r"batch\['labels'\] must be of int64 or int32, not"):
+        fd.context_shard_batch({"input_ids": ONES, "labels": torch.ones(1, 4)}, group)
 
 
 @pytest.mark.parametrize("length", [1, 2])

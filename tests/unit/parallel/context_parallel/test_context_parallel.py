@@ -177,6 +177,23 @@ def test_sliding_windows_are_refused():
         run_ranks(program, 3, 10)
 
 
+def test_layers_of_other_kinds_are_refused():
+    """Convolutions over this rank's tokens alone would be wrong without a word."""
+    sizes = {"vocab_size": 37, "hidden_size": 24, "block_ff_dim": 32, "block_multiple_of": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "layer_types": ["conv", "full_attention"]}
+    model = transformers.Lfm2ForCausalLM(
+        transformers.Lfm2Config(**sizes, **heads, attn_implementation="sdpa", use_cache=False)
+    )
+
+    def program(group):
+        batch = fd.context_shard_batch({"input_ids": torch.zeros(1, 8, dtype=torch.long)}, group)
+        with fd.context_parallel(fd.DeviceMesh(group, (-1,), ("context",)), causal=True):
+            return model(**batch)
+
+    with pytest.raises(fd.RankFailedError, match="layers of the kind 'conv', and context_parallel has only"):
+        run_ranks(program, 2)
+
+
 class Layer(nn.Module):
     """Attention to all tokens, and a residual."""
 
@@ -313,8 +330,45 @@ def test_masks_dropout_and_other_kinds_raise_on_all_ranks(method, rank):
     run_in_context(call(dropout_p=0.5), "dropout_p must be 0", method=method, rank=rank)
     run_in_context(call(is_causal=True), "is_causal=True", method=method, rank=rank, causal=False)
     alone = fd.SimulatedBackend.create_group(1)[0]
-    marker = fd.context_shard_batch({"input_ids": torch.ones(2, 6)}, alone)["attention_mask"]
+    marker = fd.context_shard_batch({"input_ids": torch.ones(2, 6, dtype=torch.int64)}, alone)["attention_mask"]
     run_in_context(call(attn_mask=marker), "pass causal=", method=method, rank=rank)
+
+
+def test_ranks_with_different_methods():
+    """One would wait for a ring's messages, the other for an exchange of heads."""
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (-1,), ("context",))
+        parts = [fd.context_shard(x, 2, group) for x in whole(12)[:3]]
+        with (
+            pytest.raises(
+                fd.CollectiveMismatchError, match=r"Rank 0: ring_attention with .* Rank 1: ulysses_attention"
+            ),
+            fd.context_parallel(mesh, METHODS[group.rank]),
+        ):
+            scaled_dot_product_attention(*parts)
+
+    run_ranks(program, 2, timeout=20)
+
+
+def test_an_error_in_the_block_on_one_rank():
+    """The others learn of it in the attention that they call next."""
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (-1,), ("context",))
+        parts = [fd.context_shard(x, 2, group) for x in whole(12)[:3]]
+
+        def model():
+            for layer in range(2):
+                if group.rank == layer == 1:
+                    raise KeyError("on purpose")
+                scaled_dot_product_attention(*parts)
+
+        kind = KeyError if group.rank == 1 else fd.RankFailedError
+        with pytest.raises(kind, match="on purpose"), fd.context_parallel(mesh):
+            model()
+
+    run_ranks(program, 2, timeout=20)
 
 
 def test_wrong_arguments_of_the_block():

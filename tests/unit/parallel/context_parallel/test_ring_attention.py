@@ -1,5 +1,7 @@
 """`ring_attention` against torch's attention over the whole sequence in one process."""
 
+import math
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -217,6 +219,7 @@ BAD = {
     "dropout": (lambda a: {"dropout_p": 0.1}, "dropout_p must be 0", ValueError),
     "causal": (lambda a: {"causal": 1}, "causal must be", TypeError),
     "scale": (lambda a: {"scale": "1"}, "scale must be", TypeError),
+    "infinite scale": (lambda a: {"scale": math.inf}, "scale must be finite", ValueError),
     "bounds": (lambda a: {"cu_seqlens": [0, 5, 4]}, "ascending order", ValueError),
     "bounds' type": (lambda a: {"cu_seqlens": 5}, "cu_seqlens must be integers", TypeError),
     "bounds' values": (lambda a: {"cu_seqlens": [0, 2.5, 8]}, "cu_seqlens[1]", TypeError),

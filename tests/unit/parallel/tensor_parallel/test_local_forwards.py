@@ -209,6 +209,13 @@ class StatefulNorm(CountingNorm):
         return self.last
 
 
+class WritingNorm(CountingNorm):
+    """A norm that changes its input in place."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(2))
+
+
 class Doubled(nn.Module):
     """A parametrization."""
 
@@ -233,10 +240,10 @@ class NormedSum(nn.Module):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("kind", [TwoResultsNorm, StatefulNorm, CountingNorm])
+@pytest.mark.parametrize("kind", [TwoResultsNorm, StatefulNorm, WritingNorm, CountingNorm])
 @pytest.mark.parametrize("is_parametrized", [False, True])
 def test_norms_of_unusual_code(n, kind, is_parametrized):
-    """Several results, attributes that a forward assigns, and parameters that are computed act as without shards."""
+    """Several results, assigned attributes, inputs that are written and parameters that are computed: as unsharded."""
     torch.manual_seed(0)
     network, x = NormedSum(kind).double(), random(2, 5, 6)
 

@@ -389,6 +389,35 @@ def test_scalars_that_differ_between_ranks(use, check):
     run_ranks(program, 2)
 
 
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("no_grad", "rank 0 with gradients of 4 parameters .*, rank 1 without gradients"),
+        ("eval", "rank 0 with .* in training, .*, rank 1 with .* in evaluation"),
+        ("frozen", "rank 0 with gradients of 4 parameters .*, rank 1 with gradients of 3 parameters"),
+        ("order", "of model 1 of the mesh, rank 1 .* of model 2 of the mesh"),
+    ],
+)
+def test_calls_that_differ_between_ranks(change, message, check):
+    """They would wait for each other in backward, or compute with each other's activations."""
+
+    def program(group):
+        mesh, layers = mesh_of(group), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6) if check else Positions(6, 6))
+        model, other = (fd.parallelize(copy.deepcopy(layers), mesh, {"0": RowParallel()}, check=check) for _ in "ab")
+        is_other = group.rank == 1
+        model.train(not (is_other and change == "eval"))
+        model[0].bias.requires_grad_(not (is_other and change == "frozen"))
+        called = other if is_other and change == "order" else model
+        with (
+            torch.set_grad_enabled(not (is_other and change == "no_grad")),
+            pytest.raises(CollectiveMismatchError, match=message),
+        ):
+            called(torch.ones(2, 6))
+
+    run_ranks(program, 2, timeout=20)
+
+
 def test_different_inputs_are_found_with_check():
     """They count as replicated; with `check` the ranks compare them too."""
 
