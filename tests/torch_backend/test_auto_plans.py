@@ -85,6 +85,55 @@ def clip():
     return transformers.CLIPModel(config), None, batch, None
 
 
+def opt():
+    """A family without a plan of its own, whose layers have usual names."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48, "num_attention_heads": 4}
+    config = transformers.OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=64, dropout=0, **TOKENS)
+    return transformers.OPTForCausalLM(config), None, {"input_ids": words(2, 10), "labels": words(2, 10)}, None
+
+
+def modern_bert():
+    """Fused layers: queries, keys and values in blocks, and gates beside what they gate."""
+    tokens = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
+    config = transformers.ModernBertConfig(**SIZES, **tokens, local_attention=4)
+    return transformers.ModernBertForMaskedLM(config), None, {"input_ids": words(2, 10), "labels": words(2, 10)}, None
+
+
+def longformer():
+    """Attention that writes to its inputs in place, and to overlapping views of memory."""
+    dropouts = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    config = transformers.LongformerConfig(**SIZES, **dropouts, attention_window=4)
+    return transformers.LongformerForMaskedLM(config), None, {"input_ids": words(2, 8), "labels": words(2, 8)}, None
+
+
+def llama4():
+    """Experts that compute all tokens, by products of the stacked weights."""
+    sizes = {"head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2}
+    config = transformers.Llama4TextConfig(**SIZES, **TOKENS, **sizes, num_key_value_heads=2, attention_chunk_size=16)
+    batch = {"input_ids": words(2, 10), "labels": words(2, 10)}
+    return transformers.Llama4ForCausalLM(config), None, batch, None
+
+
+def qwen2_vl():
+    """Pictures among the text, whose places in it are lists of numbers."""
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    marks = {"image_token_id": 62, "video_token_id": 63, "vision_start_token_id": 59, "vision_end_token_id": 61}
+    config = transformers.Qwen2VLConfig(
+        text_config={**SIZES, **TOKENS, "num_key_value_heads": 2, "rope_scaling": rope}, vision_config=vision, **marks
+    )
+    tokens = words(2, 10)
+    tokens[:, 1:4] = torch.tensor([59, 62, 61])
+    batch = {
+        "input_ids": tokens,
+        "labels": words(2, 10),
+        "pixel_values": torch.randn(2 * 4, 3 * 2 * 4 * 4, dtype=torch.float64),
+        "image_grid_thw": torch.tensor([[1, 2, 2]] * 2),
+        "mm_token_type_ids": (tokens == 62).long(),
+    }
+    return transformers.Qwen2VLForConditionalGeneration(config), None, batch, None
+
+
 def gradients(model, batch):
     """The loss of a model, and its gradients, full ones."""
     loss = model(**batch).loss
@@ -111,10 +160,16 @@ def gradients(model, batch):
         (bart, 55),
         (whisper, 49),
         (clip, 41),
+        (opt, 21),
+        (modern_bert, 10),
+        (longformer, 22),
+        (llama4, 18),
+        (qwen2_vl, 22),
     ],
 )
+@pytest.mark.filterwarnings("ignore:aten.as_strided.default in module 'longformer")
 def test_a_whole_model_by_its_own_plan(family, num_sharded):
-    """One line shards the layers that transformers shards, or that its family's plan names; the rest is replicated."""
+    """One line shards the layers that transformers shards, or that have usual names; the rest is replicated."""
     torch.manual_seed(0)
     model, _, batch, _ = family()
     model = model.double()
@@ -174,7 +229,7 @@ class Planned(nn.Sequential):
 @pytest.mark.parametrize(
     ("model", "plan", "error", "message"),
     [
-        (nn.Linear(2, 2), "auto", ValueError, "its attribute tp_plan, or that of its family, and Linear has none"),
+        (nn.Linear(2, 2), "auto", ValueError, "its attribute tp_plan, or finds blocks of layers by their usual names"),
         (nn.Linear(2, 2), "best", ValueError, "plan must be \"auto\" or a mapping from paths to styles, not 'best'"),
         (nn.Linear(2, 2), 3, TypeError, 'a plan is "auto" or a mapping from paths to styles'),
         (Planned({"layers.*": "colwise"}), "auto", ValueError, "no path of the plan of Planned matches a module"),

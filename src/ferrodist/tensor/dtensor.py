@@ -14,17 +14,18 @@ from ferrodist.tensor.copied_views import VIEW_COPIES, ViewCopy, ViewKind, actua
 from ferrodist.tensor.dispatch import CachedDispatch, DispatchKind, cache_key, dispatch, dispatch_foreach
 from ferrodist.tensor.placement import Partial, Placement, Replicate
 from ferrodist.tensor.plain_tensors import check_plain
+from ferrodist.tensor.python_methods import METHODS
 from ferrodist.tensor.redistribute import redistribute_local
 from ferrodist.tensor.redistribute_plan import RedistributePlan, make_plan
 from ferrodist.tensor.shape_agreement import agree_on_shape
 from ferrodist.tensor.spec import DTensorSpec, check_placements
 from ferrodist.torch_private.autograd import backward_hooks, current_graph_task
-from ferrodist.torch_private.compilers import is_called_by_compiler, not_compiled, outside_of_compiler
+from ferrodist.torch_private.compilers import not_compiled, outside_of_compiler
 from ferrodist.torch_private.tensors import base_data, call_plain, is_held_once, make_wrapper
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from ferrodist.mesh import DeviceMesh
 
@@ -261,6 +262,14 @@ class DTensor(torch.Tensor):
         target = self._spec.resolve(placements)
         if not (self.requires_grad and torch.is_grad_enabled()):
             return _redistribute(self, target)
+        if target == self._spec and not torch.compiler.is_compiling():
+            # Views of functions of one's own refuse in-place writes, torch's own don't.
+            view: DTensor = torch.ops.aten.alias.default(self)
+            placements, mesh = target.without_partial.placements, target.mesh
+            view.register_hook(  # type: ignore[no-untyped-call]
+                lambda grad: redistribute_grad(grad, placements, mesh)
+            )
+            return view
         made: DTensor = _Redistribute.apply(self, target)  # type: ignore[no-untyped-call]
         return made
 
@@ -298,10 +307,6 @@ class DTensor(torch.Tensor):
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def __format__(self, spec: str) -> str:
-        """Format the number of a scalar tensor, on every rank of the mesh; without a format spec nothing is sent."""
-        return format(self.item(), spec) if spec and not self.dim() else format(repr(self), spec)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         """A tensor of the same spec with memory of its own."""
         if id(self) in memo:
@@ -329,44 +334,8 @@ class DTensor(torch.Tensor):
         raise TypeError("a DTensor is not pickled: save its to_local() or full_tensor()")
 
 
-_WRITES = {
-    "iadd": "add_",
-    "isub": "sub_",
-    "imul": "mul_",
-    "itruediv": "div_",
-    "ifloordiv": "floor_divide_",
-    "imod": "remainder_",
-    "ipow": "pow_",
-    "iand": "bitwise_and_",
-    "ior": "bitwise_or_",
-    "ixor": "bitwise_xor_",
-    "ilshift": "bitwise_left_shift_",
-    "irshift": "bitwise_right_shift_",
-}
-"""Methods for augmented assignments. torch's own turn a TypeError, which `UnsupportedOpError` is, into NotImplemented:
-then Python evaluates ``x += y`` as ``x = x + y``, and the tensor is not written."""
-
-for _operator, _method in _WRITES.items():
-    setattr(DTensor, f"__{_operator}__", getattr(torch.Tensor, _method))
-
-
-def _refusal(name: str) -> Callable[..., Any]:
-    def refuse(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        """Refused, since each rank has a shard: call it on `full_tensor` or `to_local`."""
-        if name == "untyped_storage" and is_called_by_compiler():  # which asks whether tensors share memory
-            return torch.Tensor.untyped_storage(self)
-        del self, args, kwargs
-        shown = "numpy" if name == "__array__" else name
-        raise TypeError(
-            f"{shown}() of a DTensor, of which each rank has a shard: call it on full_tensor() or to_local()"
-        )
-
-    refuse.__name__, refuse.__qualname__ = name, f"DTensor.{name}"
-    return refuse
-
-
-for _name in ("tolist", "numpy", "apply_", "share_memory_", "untyped_storage", "__dlpack__", "__array__"):
-    setattr(DTensor, _name, _refusal(_name))
+for _name, _method in METHODS.items():
+    setattr(DTensor, _name, _method)
 
 
 def _redistribute(tensor: DTensor, target: DTensorSpec) -> DTensor:

@@ -161,6 +161,50 @@ def compute_data_dependent(func: torch._ops.OpOverload, dtensor_type: Any, /, *a
     return compute_replicated(func, dtensor_type, args, kwargs)
 
 
+def _as_strided(tensor: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
+    """A view of memory: of a replicated tensor, or of a gathered one where operators without a rule may gather.
+
+    Autograd takes such views of replicated tensors, for the gradient of writes to a view.
+    """
+    spec: DTensorSpec = tensor._spec
+    dtensor_type = type(tensor)
+    local = tensor._local
+    start = tensor.storage_offset()
+    offset = 0 if storage_offset is None else storage_offset - start
+    if all(placement == Replicate() for placement in spec.placements) and (
+        local.numel() <= 1 or local.stride() == spec.stride
+    ):
+        view = local.as_strided(size, stride, local.storage_offset() + offset)
+        result = DTensorSpec.make(spec.mesh, spec.placements, view.shape, spec.dtype, view.stride())
+        return dtensor_type._wrap_view(view, result, tensor, offset)
+    if (
+        tuple(size) == spec.shape
+        and not offset
+        and all(length == 1 or one == other for length, one, other in zip(size, stride, spec.stride, strict=True))
+    ):
+        return tensor.view(size)
+    if start or not _is_dense(spec) or not _may_gather(_aten.as_strided.default, dtensor_type, [tensor], {}):
+        raise UnsupportedOpError(
+            f"torch.as_strided is of memory, of which ranks have parts: {spec}; use views that name dims, or"
+            " as_strided on full_tensor()"
+        )
+    full = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu").copy_(full_local(tensor))
+    return _wrap(full.as_strided(size, stride, offset), dtensor_type, spec.mesh, tensor)
+
+
+DECOMPOSITIONS[torch.ops.aten.as_strided.default] = _as_strided  # here, since it may gather
+
+
+def _is_dense(spec: DTensorSpec) -> bool:
+    """Return whether the tensor's elements fill its memory, each once."""
+    expected = 1
+    for stride, size in sorted(pair for pair in zip(spec.stride, spec.shape, strict=True) if pair[1] > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def _is_sharded(spec: DTensorSpec) -> bool:
     return any(size > 1 and isinstance(one, Shard) for one, size in zip(spec.placements, spec.mesh.shape, strict=True))
 
@@ -270,7 +314,8 @@ def ignore_copy_of_own_view(tensor: Any, source: Any, non_blocking: bool = False
 def _functional_view(func: torch._ops.OpOverload) -> Any:
     """The operator that returns the view that this one makes of its argument in place; None if that has no rule."""
     packet = getattr(torch.ops.aten, schema_of(func).name.partition("::")[2].removesuffix("_"), None)
-    return packet if any(one.overloadpacket is packet for one in RULES) else None
+    is_known = packet is _aten.as_strided or any(one.overloadpacket is packet for one in RULES)
+    return packet if is_known else None
 
 
 def _without_out(func: torch._ops.OpOverload, outs: Sequence[str]) -> Any:

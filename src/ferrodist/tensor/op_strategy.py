@@ -95,7 +95,10 @@ class OpCall:
         if arguments.get("layout", torch.strided) not in (None, torch.strided):
             raise UnsupportedOpError(f"{self.operator} to {arguments['layout']}: distributed tensors are strided")
         positional, named = split_arguments(self.operator, arguments)
-        return find_all(torch.Tensor, self.operator(*positional, **named))
+        results = self.operator(*positional, **named)
+        if (wanted := arguments.get("output_mask")) is not None:  # for batch norms the meta device doesn't heed it
+            results = [result for result, is_wanted in zip(results, wanted, strict=True) if is_wanted]
+        return find_all(torch.Tensor, results)
 
     def place(self, written: Sequence[int] | None) -> None:
         """Set `placed_inputs` and `outputs` from the strategies; if not None, inputs ``written`` are the outputs."""

@@ -26,6 +26,20 @@ def test_batch_norm_equals_plain_batch_norm(training):
     check_everywhere(norm, [make(4, 5, 3), make(5, seed=3)])
 
 
+def test_batch_norm_of_the_model_s_input():
+    """The input needs no gradient, and torch's shapes for the operator of the gradients have one all the same."""
+    model = nn.BatchNorm2d(3).double()
+    model(make(4, 3, 5, 2)).square().sum().backward()
+
+    def check(group):
+        mine = fd.parallelize(nn.BatchNorm2d(3).double(), DeviceMesh(group, (2,)), {"": fd.Style()})
+        mine(make(4, 3, 5, 2)).square().sum().backward()
+        torch.testing.assert_close(mine.weight.grad.full_tensor(), model.weight.grad)
+        torch.testing.assert_close(mine.bias.grad.full_tensor(), model.bias.grad)
+
+    run_ranks(check, 2, backend="native")
+
+
 def test_instance_norm_equals_plain_instance_norm():
     check_everywhere(functional.instance_norm, [make(2, 3, 5)])
 

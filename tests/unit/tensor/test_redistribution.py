@@ -206,6 +206,24 @@ def test_gradients_have_the_placements_of_the_input(shape):
     run_ranks(differentiate, NUM_RANKS[shape])
 
 
+def test_a_redistribution_that_moves_nothing_is_a_view():
+    """It may be written in place, as its tensor's other views, and gradients go through."""
+    values = make(4, 6)
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,))
+        found = []
+        for redistribute in (lambda x: x.redistribute(Shard(0)), lambda x: x.view(4, 6)):
+            x = fd.distribute(values, mesh, Shard(0)).requires_grad_()
+            y = x * 2
+            redistribute(y).div_(4).exp_()
+            y.square().sum().backward()
+            found.append((y.full_tensor(), x.grad.full_tensor()))
+        torch.testing.assert_close(*found)
+
+    run_ranks(check, 2, backend="native")
+
+
 def test_second_derivatives_go_through():
     """Gradients of gradients of redistribute, to_local and from_local."""
 

@@ -288,11 +288,21 @@ def test_gradients_through_writes_to_a_view():
 
 
 def test_as_strided_of_sharded_tensors_is_refused():
-    """as_strided is of memory, which local shards don't have in common."""
+    """as_strided is of memory, which local shards don't have in common; where gathering is allowed, it is gathered."""
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
+        x = make(4, 6).requires_grad_()
+        mine = fd.distribute(x.detach(), mesh, Shard(0)).requires_grad_()
         with pytest.raises(UnsupportedOpError, match="full_tensor"):
-            fd.distribute(make(4, 6), mesh, Shard(0)).as_strided((2,), (1,))
+            mine.as_strided((2,), (1,))
+        overlapping = {"size": (3, 6, 2), "stride": (6, 1, 6)}
+        with pytest.warns(UserWarning, match="as_strided"), fd.allow_replication():
+            result = mine.as_strided(**overlapping)
+        assert torch.equal(result.full_tensor(), x.as_strided(**overlapping))
+        result.square().sum().backward()
+        x.as_strided(**overlapping).square().sum().backward()
+        torch.testing.assert_close(mine.grad.full_tensor(), x.grad)
+        assert mine.as_strided((4, 6), mine.stride()).placements == (Shard(0),)
 
-    run_ranks(check, 2)
+    run_ranks(check, 2, backend="native")

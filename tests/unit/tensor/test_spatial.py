@@ -39,6 +39,7 @@ LINES = {
     "max": partial(functional.max_pool1d, kernel_size=2),
     "average": partial(functional.avg_pool1d, kernel_size=2),
     "adaptive average": partial(functional.adaptive_avg_pool1d, output_size=3),
+    "average of all": lambda x: functional.adaptive_avg_pool1d(x.transpose(1, 2), 1),
     "linear": partial(functional.interpolate, size=7, mode="linear"),
 }
 

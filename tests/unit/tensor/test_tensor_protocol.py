@@ -151,7 +151,14 @@ def test_item():
             assert int(x) == 3
             assert bool(x)
             assert f"{x:.2f}" == "3.50"
+            assert x.tolist() == 3.5
+            assert torch.tensor([x, x + 1]).tolist() == [3.5, 4.5]
+            assert torch.tensor([x > 1, x > 4]).tolist() == [True, False]
+            assert "abc"[spread(torch.tensor(2), mesh, placements)] == "c"
+            assert torch.tensor([[spread(torch.tensor(2), mesh, placements)]]).tolist() == [[2]]
             assert "3.5" in repr(spread(torch.tensor(3.5), mesh, [Replicate()]))
+            assert f"{spread(torch.tensor(3), mesh, [Replicate()])}" == "3"
+            assert "Partial" in f"{spread(torch.tensor(3), mesh, [Partial()])}"
         for placement in (Shard(0), Shard(1), Replicate()):
             assert spread(torch.tensor([[2]]), mesh, [placement]).item() == 2
         x = spread(make(4, 5), mesh, [Shard(0)])
@@ -159,7 +166,8 @@ def test_item():
             x.item()
         with pytest.raises(RuntimeError, match="ambiguous"):
             bool(x)
-        for convert in (DTensor.tolist, DTensor.numpy, lambda x: x.__array__()):
+        assert x.requires_grad_().tolist() == make(4, 5).tolist()
+        for convert in (DTensor.numpy, lambda x: x.__array__()):
             with pytest.raises(TypeError, match=r"full_tensor\(\)"):
                 convert(x)
 

@@ -162,8 +162,17 @@ def _check_config(name: str, config: Any, length: int) -> None:
                 " context_parallel has no windows. Set the config's sliding_window to None, or to at least the"
                 " sequence's length"
             )
-        if kind not in {"sliding_attention", "full_attention"}:
-            raise ValueError(f"{name} has layers of the kind {kind!r}, and context_parallel has only full attention")
+    if (kind := find_other_kind(config, length)) is not None:
+        raise ValueError(f"{name} has layers of the kind {kind!r}, and context_parallel has only full attention")
+
+
+def find_other_kind(config: Any, length: int) -> str | None:
+    """The kind of a transformers model's layers that mix tokens otherwise than by attention to all or in a window."""
+    for kind in dict.fromkeys(getattr(config, "layer_types", None) or ()):
+        chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
+        if kind not in {"sliding_attention", "full_attention"} and (chunk is None or chunk < length):
+            return str(kind)
+    return None
 
 
 def _check_batch(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

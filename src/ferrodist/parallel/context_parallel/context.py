@@ -18,7 +18,7 @@ from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.context_parallel import backward
 from ferrodist.parallel.context_parallel.agreement import compare_calls
 from ferrodist.parallel.context_parallel.arguments import check_local
-from ferrodist.parallel.context_parallel.batch import stands_for_all
+from ferrodist.parallel.context_parallel.batch import find_other_kind, stands_for_all
 from ferrodist.parallel.context_parallel.multi_head import multi_head_attention
 from ferrodist.parallel.context_parallel.ring import ring_attention
 from ferrodist.parallel.context_parallel.ulysses import ulysses_attention
@@ -58,9 +58,10 @@ def context_parallel(
     Every call of that function by this thread counts, so the model must use it for all attention, of the sharded
     sequence only: a model of Hugging Face is made with ``attn_implementation="sdpa"``, without a cache and dropout in
     attention, and ``model=`` of `context_shard_batch` refuses others that don't fit. transformers'
-    sliding windows are refused, unless no sequence is longer; other models may drop theirs without a word where they
-    are given the mask. `torch.nn.MultiheadAttention` counts, too, with ``need_weights=False``, as in torch's
-    transformer layers; its mask may only be the causal one, of this rank's number of tokens, with ``is_causal=True``.
+    sliding windows are refused, unless no sequence is longer, and so are its layers of other kinds, as convolutions;
+    other models may drop theirs without a word where they are given the mask. `torch.nn.MultiheadAttention` counts,
+    too, with ``need_weights=False``, as in torch's transformer layers; its mask may only be the causal one, of this
+    rank's number of tokens, with ``is_causal=True``.
 
     All else that a model does with tokens must be done to each by itself. An activation checkpoint runs attention anew
     in backward: call that inside of the block, too (outside of it `torch.utils.checkpoint` raises; that of another
@@ -142,9 +143,11 @@ class _AttentionMode(TorchFunctionMode):
         if func is multi_head_attention_forward:
             return multi_head_attention(self._attention, self._refuse, *args, **kwargs)
         # transformers' own attention gets the window as a keyword argument, and leaves it to the mask.
-        caller = sys._getframe(2).f_locals.get("kwargs")  # noqa: SLF001 - public by another name
-        window = caller.get("sliding_window") if isinstance(caller, dict) else None
-        return self._attention(*args, window=window, **kwargs)
+        caller = sys._getframe(2).f_locals  # noqa: SLF001 - public by another name
+        named = caller.get("kwargs")
+        window = named.get("sliding_window") if isinstance(named, dict) else None
+        config = getattr(caller.get("module"), "config", None)
+        return self._attention(*args, window=window, config=config, **kwargs)
 
     def _attention(  # noqa: PLR0917 - torch's signature
         self,
@@ -158,6 +161,7 @@ class _AttentionMode(TorchFunctionMode):
         enable_gqa: bool = False,  # noqa: FBT001, FBT002
         *,
         window: int | None = None,
+        config: Any = None,
     ) -> torch.Tensor:
         self.num_calls += 1
         if not torch.is_grad_enabled():
@@ -165,7 +169,12 @@ class _AttentionMode(TorchFunctionMode):
         try:
             causal = self._kind_of(attn_mask, is_causal=is_causal)
             # No rank's estimate of the whole length is too small where that rank has the most tokens.
-            if window is not None and window < query.shape[-2] * self._group.world_size:
+            length = query.shape[-2] * self._group.world_size
+            if (kind := find_other_kind(config, length)) is not None:
+                raise ValueError(  # noqa: TRY301 - on all ranks
+                    f"the model has layers of the kind {kind!r}, and context_parallel has only full attention"
+                )
+            if window is not None and window < length:
                 raise ValueError(  # noqa: TRY301 - on all ranks
                     f"the model's attention has a sliding window of {window} tokens, and the whole sequence has more,"
                     " which context parallelism has no mask for"

@@ -2,7 +2,7 @@
 
 ::
 
-    container          a module that holds a list of blocks, at any depth: every stage runs its code
+    container          a module that holds a list of blocks, at any depth, or such a list: every stage runs its code
     unit               a child of a container, itself not one: a block, an embedding, a norm, a head; one stage calls it
     container tensor   a parameter or buffer of a container itself, such as a table of positions
 
@@ -77,7 +77,11 @@ def _collect(model: torch.nn.Module, containers: set[str], lists: Sequence[str])
         tensors = {**own_parameters(container), **own_buffers(container)}
         own.update({prefix + name: tensor for name, tensor in tensors.items() if tensor is not None})
         for name, child in own_modules(container).items():
-            if child is not None and prefix + name not in containers:
+            if child is None or prefix + name in containers:
+                continue
+            if type(child).forward is torch.nn.Module.forward:  # a list, whose modules the container's code calls
+                containers.add(prefix + name)
+            else:
                 units[prefix + name] = child
     return ModelUnits(
         units=units,

@@ -7,7 +7,7 @@
     layers.py         layers that are made sharded     async_linear.py      gathering overlapped with products
     experts.py        styles of experts                expert_forwards.py   experts' code on local tensors
     token_routing.py  tokens on their way to experts   expert_load.py       how many each expert got
-    model_plan.py     a model's own plan, by names     family_plans.py     plans of families that have none
+    model_plan.py     a model's own plan, by names     layer_names.py      plans of models that have none
     plan_description.py     a plan as a table
     compiled_forwards.py    placements in graphs of torch.compile
     parallelize_experts.py  experts of a model whose ranks have different tokens

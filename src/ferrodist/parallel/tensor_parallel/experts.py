@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 _ADDED_ONCE = frozenset({"down_proj_bias"})
 
 
+def takes_routing(module: nn.Module) -> bool:
+    """Return whether a module is called with tokens, their experts' indices, and weights."""
+    return len(find_arguments(module.forward)[0]) == len(ARGUMENTS)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertStyle(Style):
     """A style of modules of stacked experts, whose code runs on local tensors."""
@@ -49,8 +54,8 @@ class ExpertStyle(Style):
             raise TypeError(f"{type(self).__name__} sets wanted by itself: leave it out")
         if not (self.outputs is None or isinstance(self.outputs, Placement)):
             raise TypeError(f"{type(self).__name__} takes one placement of the output, not {self.outputs!r}")
-        names, _ = find_arguments(module.forward)
-        if len(names) != len(ARGUMENTS):
+        if not takes_routing(module):
+            names, _ = find_arguments(module.forward)
             raise TypeError(
                 f"{type(self).__name__} shards modules whose forward takes {', '.join(ARGUMENTS)}, and"
                 f" {name!r} ({type(module).__name__}) takes {', '.join(names) or 'nothing'}"

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from ferrodist.arguments import check_type
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.tensor_parallel.experts import (
@@ -21,8 +19,9 @@ from ferrodist.parallel.tensor_parallel.experts import (
     ExpertStyle,
     IdentityExpert,
     TensorParallelExperts,
+    takes_routing,
 )
-from ferrodist.parallel.tensor_parallel.family_plans import BASE_PLANS, HEAD_PLAN
+from ferrodist.parallel.tensor_parallel.layer_names import plan_by_names
 from ferrodist.parallel.tensor_parallel.plan import path_matches
 from ferrodist.parallel.tensor_parallel.styles import (
     ColumnParallel,
@@ -35,6 +34,8 @@ from ferrodist.tensor.placement import Replicate, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from torch import nn
 
     from ferrodist.tensor.placement import Placement
 
@@ -76,53 +77,44 @@ _PARAMETER_PLACEMENTS: Mapping[str, Callable[[int], Placement]] = {
 
 
 def find_model_plan(module: nn.Module) -> dict[str, Style]:
-    """The styles of a model's own plan, or else of its family, by the paths of modules.
+    """The styles of a model's own plan, by the paths of modules; of one by names if its own shards no layer.
 
     Rules for modules that the model does not have are left out, as transformers has it: plans are written for classes
     of models.
 
     Raises:
-        ValueError: The model has no plan, or none of its rules matches a module.
+        ValueError: The model has no plan, or none of its rules matches a module; and no layer has a known name.
         UnsupportedOpError: The plan has a style that is not known here.
     """
     names = getattr(module, "tp_plan", None)
-    if not isinstance(names, Mapping) or not names:
-        names = _find_family_plan(module)
-    kind = type(module).__name__
-    if not names:
-        raise ValueError(
-            f'plan="auto" takes a model\'s own plan, its attribute tp_plan, or that of its family, and {kind} has none:'
-            ' pass a plan, such as {"layers.*.up": fd.ColumnParallel()}'
-        )
+    names = names if isinstance(names, Mapping) else {}
     plan = resolve_names(module, names, skips_unmatched=True)
-    paths = [path for pattern in plan for path in _matching(pattern, dict(module.named_modules()))]
-    if paths and not any(part.isdecimal() for path in paths for part in path.split(".")):
-        warnings.warn(
-            f"the plan of {kind} shards no layer, only {', '.join(map(repr, paths))}: pass one with the layers' paths",
-            stacklevel=4,
+    if _has_layers(module, plan):
+        return plan
+    kind = type(module).__name__
+    plan = {**plan_by_names(module), **plan}
+    if not plan and names:
+        raise ValueError(
+            f"no path of the plan of {kind} matches a module; the plan has {', '.join(map(repr, list(names)[:4]))}"
         )
     if not plan:
         raise ValueError(
-            f"no path of the plan of {kind} matches a module; the plan has {', '.join(map(repr, list(names)[:4]))}"
+            f'plan="auto" takes a model\'s own plan, its attribute tp_plan, or finds blocks of layers by their usual'
+            f" names, as q_proj, k_proj, v_proj and o_proj, and {kind} has none: pass a plan, such as"
+            ' {"layers.*.up": fd.ColumnParallel()}'
+        )
+    if not _has_layers(module, plan):
+        warnings.warn(
+            f"the plan of {kind} shards no layer, only {', '.join(map(repr, plan))}: pass one with the layers' paths",
+            stacklevel=4,
         )
     return plan
 
 
-def _find_family_plan(module: nn.Module) -> dict[str, Style | str]:
-    """The plan of a transformers model's family, with the paths of this model; empty for other models."""
-    base = BASE_PLANS.get(getattr(getattr(module, "config", None), "model_type", ""), {})
-    prefix = getattr(module, "base_model_prefix", "")
-    start = f"{prefix}." if prefix and isinstance(getattr(module, prefix, None), nn.Module) else ""
-    plan = {f"{start}{path}": style for path, style in base.items()}
-    heads = {path: style for path, style in HEAD_PLAN.items() if isinstance(_find_module(module, path), nn.Linear)}
-    return {**plan, **heads} if base else {}
-
-
-def _find_module(module: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return None
+def _has_layers(module: nn.Module, plan: Iterable[str]) -> bool:
+    """Whether a plan names a module inside of a list."""
+    paths = [path for path, _ in module.named_modules() if any(part.isdecimal() for part in path.split("."))]
+    return any(_matching(pattern, paths) for pattern in plan)
 
 
 def read_plan(module: nn.Module, plan: Mapping[str, Style | str] | str) -> dict[str, Style]:
@@ -202,7 +194,10 @@ def _add_placements(
     for owner, placements in placed.items():
         style = plan.get(owner, _REPLICATED)
         own = {key: style.placement_of(key, one) for key, one in modules[owner].named_parameters(recurse=False)}
-        if isinstance(style, ExpertStyle):
+        if isinstance(style, TensorParallelExperts) and not takes_routing(modules[owner]):
+            # It computes all experts for all tokens, as Llama 4's, by products of the stacked weights.
+            plan[owner] = Style(parameters=placements, outputs=Replicate())
+        elif isinstance(style, ExpertStyle):
             plan[owner] = replace(style, parameters={**style.parameters, **placements})
         else:
             io = style.preparation()

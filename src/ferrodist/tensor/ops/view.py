@@ -13,7 +13,6 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.copied_views import rebind
 from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, einsum_strategies, rule_table
 from ferrodist.tensor.placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard
-from ferrodist.tensor.spec import DTensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -213,24 +212,6 @@ def _reshape_alias(tensor: Any, size: Sequence[int], stride: Sequence[int]) -> A
     return view
 
 
-def _as_strided(tensor: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
-    """A view of memory: autograd takes views of replicated tensors, for the gradient of writes to a view."""
-    spec: DTensorSpec = tensor._spec
-    local = tensor._local
-    if any(placement != Replicate() for placement in spec.placements) or (
-        local.numel() > 1 and local.stride() != spec.stride
-    ):
-        raise UnsupportedOpError(
-            f"torch.as_strided is of memory, of which ranks have parts: {spec}; use views that name dims, or"
-            " as_strided on full_tensor()"
-        )
-    start = tensor.storage_offset()
-    offset = 0 if storage_offset is None else storage_offset - start
-    view = local.as_strided(size, stride, local.storage_offset() + offset)
-    result = DTensorSpec.make(spec.mesh, spec.placements, view.shape, spec.dtype, view.stride())
-    return type(tensor)._wrap_view(view, result, tensor, offset)
-
-
 def _set(tensor: Any, source: Any) -> Any:
     """Give a tensor the memory and the placements of another."""
     if not (hasattr(tensor, "_spec") and hasattr(source, "_spec")):
@@ -240,6 +221,5 @@ def _set(tensor: Any, source: Any) -> Any:
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten._reshape_alias.default: _reshape_alias,
-    _aten.as_strided.default: _as_strided,
     _aten.set_.source_Tensor: _set,
 }

@@ -177,6 +177,23 @@ def test_sliding_windows_are_refused():
         run_ranks(program, 3, 10)
 
 
+def test_layers_of_other_kinds_are_refused():
+    """Convolutions over this rank's tokens alone would be wrong without a word."""
+    sizes = {"vocab_size": 37, "hidden_size": 24, "block_ff_dim": 32, "block_multiple_of": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "layer_types": ["conv", "full_attention"]}
+    model = transformers.Lfm2ForCausalLM(
+        transformers.Lfm2Config(**sizes, **heads, attn_implementation="sdpa", use_cache=False)
+    )
+
+    def program(group):
+        batch = fd.context_shard_batch({"input_ids": torch.zeros(1, 8, dtype=torch.long)}, group)
+        with fd.context_parallel(fd.DeviceMesh(group, (-1,), ("context",)), causal=True):
+            return model(**batch)
+
+    with pytest.raises(fd.RankFailedError, match="layers of the kind 'conv', and context_parallel has only"):
+        run_ranks(program, 2)
+
+
 class Layer(nn.Module):
     """Attention to all tokens, and a residual."""
 

@@ -225,12 +225,43 @@ class Model(nn.Module):
         return scores if targets is None else functional.cross_entropy(scores.transpose(1, 2), targets)
 
 
+class TappedModel(Model):
+    """A model with a list of one module, which the code between blocks calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.taps = nn.ModuleList([nn.Linear(6, 6)])
+
+    def forward(self, tokens, targets=None, *, factor=1.0):
+        start = hidden = self.tokens(tokens) + self.positions
+        for index, block in enumerate(self.blocks):
+            hidden = block(hidden, start=start, scale=self.scale)["hidden"] * factor
+            hidden = hidden + self.taps[index](hidden) if index < len(self.taps) else hidden
+        return functional.cross_entropy(self.head(hidden).transpose(1, 2), targets)
+
+
 def own_model(num_blocks=4):
     torch.manual_seed(0)
     return Model(num_blocks).double()
 
 
 BATCH = torch.arange(20).reshape(4, 5) % 9, torch.arange(20).flip(0).reshape(4, 5) % 9
+
+
+def test_lists_that_are_not_blocks():
+    """Their modules are called by the model's code, and may be in any stage."""
+    torch.manual_seed(0)
+    model = TappedModel().double()
+    model(*BATCH).backward()
+    expected = {name: each.grad for name, each in model.named_parameters(remove_duplicate=False)}
+    model.zero_grad(set_to_none=True)
+
+    def program(group):
+        pipeline = Pipeline(split_model(copy.deepcopy(model), 2, group, sample=BATCH), group, 1)
+        pipeline.step(BATCH)
+        check_gradients(pipeline, expected)
+
+    run_ranks(program, 2)
 
 
 @pytest.mark.parametrize("backend", ["simulated", "native"])
