@@ -33,7 +33,7 @@ from ferrodist.backends.request import Request, SizedRequest, ThreadedRequest, a
 from ferrodist.backends.stragglers import Stragglers
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.backends.verification import CollectiveVerifier
-from ferrodist.backends.weak import snapshot_weak
+from ferrodist.backends.weak import name_weakly, snapshot_weak
 from ferrodist.deadline import Deadline, check_timeout, default_timeout, resolve_timeout
 from ferrodist.errors import (
     DistributedError,
@@ -83,6 +83,7 @@ class Backend(ABC):
 
     attachments: dict[str, Any]  # objects that layers above attach to the group, by name
     verifier: CollectiveVerifier
+    graph_name: str  # in graphs of torch.compile
 
     _close_callbacks: list[Callable[[], None]]
     _synchronizers: list[Callable[[float], None]]
@@ -109,11 +110,10 @@ class Backend(ABC):
         self = super().__new__(cls)
         self._timeout = default_timeout()
         self._name = "world"
-        self._close_callbacks = []
-        self._synchronizers = []
+        self._close_callbacks, self._synchronizers = [], []
         self._threaded = {}
-        self._engine_by_device = {}
-        self._p2p_by_device = {}
+        self._engine_by_device, self._p2p_by_device = {}, {}
+        self.graph_name = name_weakly(self)
         self._threaded_lock = threading.Lock()
         self.subgroups = WeakSet()
         self.attachments = {}

@@ -1,7 +1,8 @@
-"""Weak collections that other threads change, and weak references to bound methods."""
+"""Weak collections that other threads change, weak references to bound methods, and names of objects."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import TYPE_CHECKING, TypeVar
 
@@ -34,3 +35,19 @@ def weak_method(method: Callable[..., object]) -> Callable[..., None]:
             found(*arguments)
 
     return call
+
+
+_indices = itertools.count()
+_named: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
+
+
+def name_weakly(value: object) -> str:
+    """Name an object, as long as it lives; no other object of this process has the name, not even later."""
+    name = f"{type(value).__name__} {next(_indices)}"
+    _named[name] = value
+    return name
+
+
+def find_weakly(name: str) -> object | None:
+    """The object of a name, or None if it is gone."""
+    return _named.get(name)

@@ -13,16 +13,16 @@ each also takes the result of the one before it, which it doesn't read.
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 
+from ferrodist.backends.base import Backend
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
-from ferrodist.backends.process_group import group_in_graphs, resolve_group
+from ferrodist.backends.process_group import group_in_graphs
+from ferrodist.backends.weak import find_weakly
 from ferrodist.collectives.reduce_op import PremultipliedSum, ReduceOp
-from ferrodist.errors import DistributedError
 from ferrodist.torch_private.autograd import current_graph_task
 from ferrodist.torch_private.compilers import (
     allow_in_graphs,
@@ -36,15 +36,8 @@ from ferrodist.torch_private.compilers import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ferrodist.backends.base import Backend
-
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
-_NAME = "collectives.graphs"
-"""The group attachment that is the group's name in graphs."""
-
-_groups: WeakValueDictionary[str, Backend] = WeakValueDictionary()
-_indices = itertools.count()
 _functions: dict[str, Callable[..., Any]] = {}
 
 _SIMPLE = (ReduceOp, int, float, list, tuple, type(None))
@@ -57,7 +50,8 @@ def in_graphs(function: _Function) -> _Function:
     _functions[function_name] = function
 
     def call(*args: Any, group: Backend | None = None, out: Any = None, **options: Any) -> Any:
-        group_name = _name_for_tracing(group_in_graphs(group))
+        chosen = group_in_graphs(group)
+        group_name = chosen.graph_name if isinstance(chosen, Backend) and _prepare_compiler() else ""
         is_simple = all(isinstance(value, _SIMPLE) for value in (*args[1:], *options.values()))
         if not args or not group_name or not is_simple or not (out is None or isinstance(out, torch.Tensor)):
             return _call_outside(function_name, *args, group=group, out=out, **options)
@@ -90,27 +84,17 @@ def _as_text(value: Any) -> Any:
 
 
 @run_while_tracing
-def _name_for_tracing(group: Backend | None) -> str:
-    """A group's name in graphs, or "" if calls in it must be outside of them; the compiler calls this."""
+def _prepare_compiler() -> bool:
+    """Let graphs contain calls and their operator; the compiler calls this while it traces."""
     allow_in_graphs([_call_in_graph])
     has_effects(torch.ops.ferrodist.collective.default)
-    try:
-        return "" if group is None else _name_of(resolve_group(group))
-    except (TypeError, DistributedError):
-        return ""  # the call outside raises it
-
-
-def _name_of(group: Backend) -> str:
-    """A group's name in graphs, which no other group of this process has."""
-    name: str = group.attachments.setdefault(_NAME, f"{group.name} {next(_indices)}")
-    _groups[name] = group
-    return name
+    return True
 
 
 def _find_group(name: str) -> Backend:
-    group = _groups.get(name)
-    if group is None:
-        raise RuntimeError(f"a compiled graph is of a group that is gone, {name!r}: compile it again")
+    group = find_weakly(name)
+    if not isinstance(group, Backend):
+        raise RuntimeError(f"a compiled graph is of a group that is gone ({name}): compile it again")  # noqa: TRY004
     return group
 
 
@@ -129,7 +113,7 @@ def add_to_graph(op: CollectiveOp, group: Backend) -> None:
     result = last_results[is_backward] = torch.ops.ferrodist.collective(
         op.source,
         last_results.get(is_backward),
-        _name_of(group),
+        group.graph_name,
         op.kind.value,
         "" if op.reduction is None else str(op.reduction),
         op.reduction.factor if has_factor else 1.0,

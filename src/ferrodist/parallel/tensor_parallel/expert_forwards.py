@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 
 ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 """What modules of experts take: tokens (..., H), the experts of each (..., k), and the weights of their outputs."""
+
+
+_EXPERT_COUNTS = "tensor_parallel.expert_counts"
+"""The group attachment that has, for each mesh, the number of modules of experts that were made parallel on it."""
 
 
 class _Connect(torch.autograd.Function):
@@ -76,6 +81,9 @@ class ExpertForward:
         self._num_experts, self._num_local = num_experts, num_local
         self._names, _ = find_arguments(module.forward)
         self._grad_scale = 1.0
+        numbers = mesh.parent.attachments.setdefault(_EXPERT_COUNTS, Counter())
+        numbers[mesh.identity] += 1
+        self._number = numbers[mesh.identity]  # the same on all ranks, also of copies
         self._load = ExpertLoad(num_experts)
         module.expert_load = self._load  # type: ignore[assignment] # torch knows tensors and modules
 
@@ -272,6 +280,7 @@ class ExpertParallelForward(ExpertForward):
             self._mesh.group,
             capacity_factor=self._capacity_factor,
             gradients=gradients,
+            number=self._number,
         )
         self._record(route.routed, route.kept)
         rows = dispatch(flat, route)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-_HEADER = 2  # of a rank's message: whether it has a problem, and which gradients it will compute
+_HEADER = 3  # of a rank's message: whether it has a problem, which gradients it will compute, and the module's number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,7 @@ def plan_route(
     *,
     capacity_factor: float | None = None,
     gradients: int = 0,
+    number: int = 0,
     failure: Exception | None = None,
 ) -> Route:
     """Exchange the numbers of rows, and plan the way of the tokens; every rank of the group calls this.
@@ -82,16 +83,17 @@ def plan_route(
         capacity_factor: At most this many times the average number of pairs go to an expert, the first ones in order
             of ranks and tokens; others are dropped. None drops none.
         gradients: Which gradients this rank will compute, a number that must be the same on all.
+        number: The number of the module of experts, which must be the same on all.
         failure: Why this rank can't take part: it raises this, and all others are told.
 
     Raises:
         UnsupportedOpError: Another rank had a failure.
-        CollectiveMismatchError: On all ranks: ``gradients`` differ.
+        CollectiveMismatchError: On all ranks: ``gradients`` or ``number`` differ.
     """
     counts = torch.zeros(num_experts, dtype=torch.int64)
     if top_k_index is not None and failure is None:
         counts = torch.bincount(top_k_index.reshape(-1), minlength=num_experts)
-    message = torch.cat([torch.tensor([failure is not None, gradients]), counts])
+    message = torch.cat([torch.tensor([failure is not None, gradients, number]), counts])
     messages = all_gather(message, group=group).view(group.world_size, -1)
     _check_messages(messages, group, failure)
     assert top_k_index is not None, "or there was a failure"
@@ -133,6 +135,15 @@ def _check_messages(messages: torch.Tensor, group: Backend, failure: Exception |
             raise failure
         ranks = tuple(rank for rank, reason in enumerate(reasons) if reason is not None)
         raise UnsupportedOpError(f"rank {ranks[0]} can't send its tokens to experts: {reasons[ranks[0]]}", ranks=ranks)
+    others = tuple(torch.nonzero(messages[:, 2] != messages[0, 2]).flatten().tolist())
+    if others:
+        rank = others[0]
+        raise CollectiveMismatchError(
+            f"the ranks of group {group.name!r} call different modules of experts: rank 0 the {int(messages[0, 2])}. of"
+            f" those that were made parallel on the mesh, rank {rank} the {int(messages[rank, 2])}. Call them in the"
+            " same order on all ranks",
+            ranks=others,
+        )
     differing = tuple(torch.nonzero(messages[:, 1] != messages[0, 1]).flatten().tolist())
     if differing:
         rank = differing[0]

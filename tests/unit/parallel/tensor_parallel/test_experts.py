@@ -358,6 +358,19 @@ def test_ranks_that_disagree_on_gradients_or_features_are_told():
     run_ranks(program, 2)
 
 
+def test_ranks_that_call_experts_in_another_order_are_told():
+    """Tokens would be computed by the experts of another layer, whose shapes are the same."""
+
+    def program(group):
+        mesh = mesh_of(group)
+        layers = [fd.parallelize_experts(seeded(Experts), mesh, {"": ExpertParallel()}) for _ in range(2)]
+        with pytest.raises(CollectiveMismatchError, match=r"rank 0 the 1\. .*, rank 1 the 2\."):
+            layers[group.rank](*make_routing(3, 5, 4))
+        assert copy.deepcopy(layers[1])(*make_routing(3, 5, 4)).shape == (3, WIDTH)
+
+    run_ranks(program, 2)
+
+
 class Failing(Experts):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         raise ArithmeticError("no such number")

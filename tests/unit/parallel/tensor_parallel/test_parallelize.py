@@ -765,6 +765,35 @@ def test_autocast():
     run_ranks(program, 2)
 
 
+def test_hooks_on_tensors_before_a_parallel_layer():
+    """Their gradient is a partial sum; what a hook computes of it is what it computes of the full one."""
+    seen = {}
+
+    class Hooked(Network):
+        def forward(self, x):
+            hidden = self.scale(x)
+
+            def hook(gradient):
+                if isinstance(gradient, DTensor):
+                    seen["placements"] = gradient.placements
+                return gradient.clamp(-0.01, 0.01)
+
+            hidden.register_hook(hook)
+            return self.down(torch.tanh(self.up(hidden)))
+
+    model, x = seeded(Hooked), torch.randn(2, 3, 12, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    expected(x).sum().backward()
+
+    def program(group):
+        sharded = fd.parallelize(copy.deepcopy(model), mesh_of(group), PLANS["replicated"])
+        sharded(x).sum().backward()
+        assert seen["placements"] == (Partial(),)
+        torch.testing.assert_close(sharded.scale.weight.grad.full_tensor(), expected.scale.weight.grad)
+
+    run_ranks(program, 2)
+
+
 def test_anomalies_are_found():
     """torch's anomaly mode works on distributed modules, and finds a NaN on any rank."""
 
