@@ -105,25 +105,33 @@ _last_results: WeakKeyDictionary[Any, dict[bool, torch.Tensor]] = WeakKeyDiction
 """The result of the last operator in each graph that is being traced, in its forward and in its backward."""
 
 
-def add_to_graph(op: CollectiveOp, group: Backend) -> None:
-    """Put a call into the graph that is being traced; its ``out`` stands for the result."""
+def after_the_last(call: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
+    """The result of an operator that takes the last one's result, so that a graph sends in the program's order."""
     tracer, is_backward = find_tracer(), current_graph_task() != -1
     last_results = {} if tracer is None else _last_results.setdefault(tracer, {})
+    result = last_results[is_backward] = call(last_results.get(is_backward))
+    return result
+
+
+def add_to_graph(op: CollectiveOp, group: Backend) -> None:
+    """Put a call into the graph that is being traced; its ``out`` stands for the result."""
     has_factor = isinstance(op.reduction, PremultipliedSum)
-    result = last_results[is_backward] = torch.ops.ferrodist.collective(
-        op.source,
-        last_results.get(is_backward),
-        group.graph_name,
-        op.kind.value,
-        "" if op.reduction is None else str(op.reduction),
-        op.reduction.factor if has_factor else 1.0,
-        op.root,
-        list(op.counts),
-        list(op.recv_counts),
-        op.unit,
-        op.dim,
-        op.timeout,
-        0 if op.out is None else op.out.numel(),
+    result = after_the_last(
+        lambda last: torch.ops.ferrodist.collective(
+            op.source,
+            last,
+            group.graph_name,
+            op.kind.value,
+            "" if op.reduction is None else str(op.reduction),
+            op.reduction.factor if has_factor else 1.0,
+            op.root,
+            list(op.counts),
+            list(op.recv_counts),
+            op.unit,
+            op.dim,
+            op.timeout,
+            0 if op.out is None else op.out.numel(),
+        )
     )
     if op.out is not None:
         op.out.copy_(result)

@@ -3,7 +3,8 @@
 Where the compiler traces a program, shards are fake: they have a shape and no elements. Then `redistribute_local` and
 the check of plain tensors put one of these operators into the graph, which moves the elements when the graph runs. An
 operator names its specs by a text, since a graph has numbers and texts alone; the text has all that its results depend
-on, for torch caches compiled graphs by it.
+on, for torch caches compiled graphs by it. Operators that send run in the order of the program, as all collectives in
+graphs do.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
+
+from ferrodist.collectives.graphs import after_the_last
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,22 +67,19 @@ def traced_redistribute(local: torch.Tensor, source: DTensorSpec, target: DTenso
     name = name_for_graphs(
         f"{source} of strides {source.stride} to {target.placements}", _Move(source, target), source.mesh
     )
-    result: torch.Tensor = torch.ops.ferrodist.redistribute(local, name)
-    return result
+    return after_the_last(lambda last: torch.ops.ferrodist.redistribute(local, last, name))
 
 
 def traced_check(tensor: torch.Tensor, operator: object, mesh: DeviceMesh) -> torch.Tensor:
     """A plain tensor that counts as replicated; the ranks compare it when the graph runs."""
     name = name_for_graphs("mesh", mesh, mesh)
-    result: torch.Tensor = torch.ops.ferrodist.check_replicated(tensor, str(operator), name)
-    return result
+    return after_the_last(lambda last: torch.ops.ferrodist.check_replicated(tensor, last, str(operator), name))
 
 
 def traced_generator_check(tensor: torch.Tensor, operator: object, mesh: DeviceMesh) -> torch.Tensor:
     """The tensor, of which something is drawn next; the ranks compare torch's generators when the graph runs."""
     name = name_for_graphs("mesh", mesh, mesh)
-    result: torch.Tensor = torch.ops.ferrodist.check_generators(tensor, str(operator), name)
-    return result
+    return after_the_last(lambda last: torch.ops.ferrodist.check_generators(tensor, last, str(operator), name))
 
 
 def traced_bounds(indices: torch.Tensor, end: int, ignored: int | None, message: str) -> torch.Tensor:
@@ -97,7 +97,7 @@ def _run_bounds(indices: torch.Tensor, end: int, ignored: int | None, message: s
     return indices.clone()
 
 
-def _fake_redistribute(local: torch.Tensor, name: str) -> torch.Tensor:
+def _fake_redistribute(local: torch.Tensor, _after: torch.Tensor | None, name: str) -> torch.Tensor:
     move: _Move = find_named(name)
     return local.new_empty(move.target.local_shape)
 
@@ -108,9 +108,9 @@ def _fake_check(tensor: torch.Tensor, *_: object) -> torch.Tensor:
 
 _library = torch.library.Library("ferrodist", "DEF")  # type: ignore[no-untyped-call]
 for _signature in (
-    "redistribute(Tensor local, str name) -> Tensor",
-    "check_replicated(Tensor tensor, str operator, str name) -> Tensor",
-    "check_generators(Tensor tensor, str operator, str name) -> Tensor",
+    "redistribute(Tensor local, Tensor? after, str name) -> Tensor",
+    "check_replicated(Tensor tensor, Tensor? after, str operator, str name) -> Tensor",
+    "check_generators(Tensor tensor, Tensor? after, str operator, str name) -> Tensor",
     "check_bounds(Tensor indices, int end, int? ignored, str message) -> Tensor",
 ):
     _library.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
@@ -130,12 +130,12 @@ def define_operators(
 ) -> None:
     """Give the operators the functions that compute them; these are of modules that import this one."""
 
-    def run_redistribute(local: torch.Tensor, name: str) -> torch.Tensor:
+    def run_redistribute(local: torch.Tensor, _after: torch.Tensor | None, name: str) -> torch.Tensor:
         move: _Move = find_named(name)
         result = redistribute(local, move.source, move.target).contiguous()
         return result.clone() if result is local else result
 
-    def run_check(tensor: torch.Tensor, operator: str, name: str) -> torch.Tensor:
+    def run_check(tensor: torch.Tensor, _after: torch.Tensor | None, operator: str, name: str) -> torch.Tensor:
         mesh: DeviceMesh = find_named(name)
         if tensor.numel():
             check(operator, tensor, mesh)
@@ -148,7 +148,7 @@ def define_operators(
 def define_generator_check(check: Callable[[DeviceMesh, torch.Generator | None, str], None]) -> None:
     """Give the operator of `traced_generator_check` its function, as `define_operators`."""
 
-    def run(tensor: torch.Tensor, operator: str, name: str) -> torch.Tensor:
+    def run(tensor: torch.Tensor, _after: torch.Tensor | None, operator: str, name: str) -> torch.Tensor:
         check(find_named(name), None, operator)
         return tensor.clone()
 

@@ -146,6 +146,30 @@ class Layers(nn.Module):
         return self.second(hidden)
 
 
+def test_messages_of_a_graph_are_in_order():
+    """Each takes the result of the last one, so that no compiler sends them in another order on some rank."""
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (2,), ("tensor",))
+        plan = {name: style for name, style in PLAN.items() if name.startswith("mlp")}
+        plan = {name.replace("mlp", layer): style for name, style in plan.items() for layer in ("first", "second")}
+        model, graphs = fd.parallelize(Layers().double(), mesh, plan), []
+
+        def record(graph, _):
+            graphs.append(graph.graph)
+            return importlib.import_module("functorch.compile").make_boxed_func(graph.forward)
+
+        backend = importlib.import_module("torch._dynamo.backends.common").aot_autograd(fw_compiler=record)
+        torch.compile(model, backend=backend, fullgraph=True)(torch.ones(1, 4, WIDTH).double()).sum().backward()
+        assert len(graphs) == 2
+        for graph in graphs:
+            sent = [node for node in graph.nodes if str(node.target).startswith("ferrodist.")]
+            assert len(sent) >= 2
+            assert [node.args[1] for node in sent] == [None, *sent[:-1]]
+
+    run_ranks(program, 2, backend="native")
+
+
 def gradients_of_layers(model, called):
     inputs = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(1, 4, WIDTH).requires_grad_()
     outputs = called(inputs)
