@@ -3,7 +3,7 @@
 ::
 
     ring.py           keys and values around a ring   block_attention.py  blocks of queries and keys, and merging
-    layout.py         which rank has which tokens     blocks.py           the blocks of two ranks' tokens
+    layout.py         which rank has which tokens     blocks.py           pieces of keys, and blocks of them
     arguments.py      arguments of attention          ring_messages.py    messages around a ring
     agreement.py      ranks' calls, compared         ulysses.py          heads exchanged for tokens
     context.py        attention of whole models      batch.py            a batch of a language model

@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Query (B, H, T_local, D), key (B, H/G, S_local, D) and value (B, H/G, S_local, E)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionArguments:
-    """Checked arguments of a call."""
+    """Checked arguments of a call, but for its tensors: backward has those that autograd saves, and may drop."""
 
-    query: torch.Tensor  # (B, H, T_local, D)
-    key: torch.Tensor  # (B, H/G, S_local, D)
-    value: torch.Tensor  # (B, H/G, S_local, E)
+    key_shape: torch.Size
+    value_shape: torch.Size
     causal: bool
     scale: float
     documents: tuple[int, ...] | None  # bounds in the whole sequence; None where position is of no account
@@ -38,15 +41,10 @@ class AttentionArguments:
     group: Backend
     timeout: float
 
-    @property
-    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The three tensors."""
-        return self.query, self.key, self.value
-
 
 def check_attention(
     operation: str,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    inputs: Inputs,
     *,
     causal: bool,
     scale: float | None,
@@ -57,8 +55,8 @@ def check_attention(
     timeout: float,
     num_head_shards: int = 1,
     overlap: bool = True,
-) -> AttentionArguments:
-    """Check the arguments of this rank, compare them with those of the others, and return them.
+) -> tuple[Inputs, AttentionArguments]:
+    """Check the arguments of this rank, compare them with those of the others, and return them, tensors first.
 
     Args:
         operation: The function's name.
@@ -111,10 +109,9 @@ def check_attention(
 
     lengths = compare_calls(operation, describe, group, timeout)
     query_lengths, key_lengths = (tuple(each[i] for each in lengths) for i in (0, 1))
-    return AttentionArguments(
-        query=inputs[0],
-        key=inputs[1],
-        value=inputs[2],
+    arguments = AttentionArguments(
+        key_shape=inputs[1].shape,
+        value_shape=inputs[2].shape,
         causal=causal,
         scale=factor,
         documents=_check_documents(operation, bounds, causal=causal, lengths=query_lengths),
@@ -123,11 +120,10 @@ def check_attention(
         group=group,
         timeout=timeout,
     )
+    return inputs, arguments
 
 
-def _autocast(
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _autocast(inputs: Inputs) -> Inputs:
     """Cast as autocast casts the inputs of torch's attention."""
     device = inputs[0].device.type
     if not torch.is_autocast_enabled(device):

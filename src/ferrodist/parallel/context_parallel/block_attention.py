@@ -42,6 +42,16 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+def empty_by_tokens(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty tensor (B, H, T, D) with tokens before heads in memory, as models have it before and after attention.
+
+    It is no view: one that an autograd function returns can't be written to in place.
+    """
+    _, heads, tokens, size = shape
+    strides = (tokens * heads * size, size, heads * size, 1)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
 class OnlineAttention:
     """The attention of queries (B, H, T, D) to blocks of keys, merged so far.
 
@@ -54,7 +64,7 @@ class OnlineAttention:
     def __init__(self, query: torch.Tensor, value_size: int, scale: float) -> None:
         dtype = accumulation_dtype(query.dtype)
         self._query, self._scale = query, scale
-        self._output = torch.zeros((*query.shape[:-1], value_size), dtype=dtype, device=query.device)
+        self._output = empty_by_tokens((*query.shape[:-1], value_size), dtype, query.device).zero_()
         self._log_sum_exp = torch.full(query.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
 
     def add(self, key: torch.Tensor, value: torch.Tensor, block: Block) -> None:
@@ -121,9 +131,9 @@ def _groups(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
 def _merge(
     output: torch.Tensor, log_sum_exp: torch.Tensor, block_output: torch.Tensor, block_log_sum_exp: torch.Tensor
 ) -> None:
-    """Merge a block's result into those of the blocks before; -inf is the log-sum-exp of none."""
+    """Merge a block's result into those of the blocks before, and overwrite it; none has a log-sum-exp of -inf."""
     weight = torch.sigmoid(block_log_sum_exp - log_sum_exp).unsqueeze(-1)
-    output += weight * (block_output.to(output.dtype) - output)
+    output += block_output.to(output.dtype).sub_(output).mul_(weight)
     torch.logaddexp(log_sum_exp, block_log_sum_exp, out=log_sum_exp)
 
 

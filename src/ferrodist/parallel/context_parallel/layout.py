@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
 
 
+MAX_PIECES = 8
+"""The largest number of pieces: buffers, and the results of one block, are as large as a piece."""
+
+MIN_PIECE = 1024
+"""The fewest tokens of a piece: torch's attention on the CPU takes 256 queries and 512 keys at once."""
+
+
 class Segment(NamedTuple):
     """Consecutive tokens of one document on a rank."""
 
@@ -43,6 +50,28 @@ def chunks_of(length: int, num_ranks: int, rank: int) -> list[tuple[int, int]]:
 def local_length(length: int, num_ranks: int, rank: int) -> int:
     """The number of a rank's tokens."""
     return sum(stop - start for start, stop in chunks_of(length, num_ranks, rank))
+
+
+def num_pieces(lengths: Sequence[int]) -> int:
+    """The number of pieces in which ranks send parts of these lengths, one after the other."""
+    return max(1, min(MAX_PIECES, max(lengths) // MIN_PIECE))
+
+
+def piece_bounds(length: int, pieces: int) -> list[int]:
+    """The bounds of the runs of all pieces in a part: those in its first half, then those in its second.
+
+    Piece i has runs i and ``pieces`` + i: the same share of both halves, which are the rank's chunks in the layout, so
+    that with a causal mask all pieces are the same work.
+    """
+    half = (length + 1) // 2
+    starts = [half * at // pieces for at in range(pieces)]
+    return [*starts, *(half + (length - half) * at // pieces for at in range(pieces + 1))]
+
+
+def piece_runs(length: int, pieces: int, piece: int) -> list[slice]:
+    """The tokens of a piece in a part of this length: two runs."""
+    bounds = piece_bounds(length, pieces)
+    return [slice(bounds[at], bounds[at + 1]) for at in (piece, pieces + piece)]
 
 
 def check_lengths(operation: str, lengths: Sequence[int]) -> int:
@@ -144,14 +173,6 @@ def in_order(x: torch.Tensor, dim: int, length: int, num_ranks: int) -> torch.Te
             placed.append((start, x.narrow(dim, offset, stop - start)))
             offset += stop - start
     return torch.cat([part for _, part in sorted(placed, key=lambda each: each[0])], dim)
-
-
-def by_rank(x: torch.Tensor, dim: int, num_ranks: int) -> list[torch.Tensor]:
-    """The ranks' parts of a whole sequence: the inverse of `in_order`."""
-    return [
-        torch.cat([x.narrow(dim, start, stop - start) for start, stop in chunks_of(x.shape[dim], num_ranks, rank)], dim)
-        for rank in range(num_ranks)
-    ]
 
 
 def _records(x: torch.Tensor) -> bool:

@@ -6,11 +6,15 @@ H. Liu, M. Zaharia and P. Abbeel, "Ring Attention with Blockwise Transformers fo
 For n ranks forward takes n steps. In each a rank attends to the keys of one rank, which came from the previous rank,
 and passes them on meanwhile: n - 1 messages of its keys and values. Backward takes n steps, too: keys and values go
 around again, and their gradients behind them, a step later, so that each rank adds its own; after n messages of
-gradients, in float32 or float64, they are home. No rank has more than two ranks' keys and values at once.
+gradients, in float32 or float64, they are home.
+
+Long sequences go around in up to 8 pieces, one after the other, with as many times the messages. A rank has room for
+two pieces of keys and values, and in backward for three of their gradients.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +28,7 @@ from ferrodist.parallel.context_parallel.block_attention import (
     OnlineAttention,
     accumulation_dtype,
 )
-from ferrodist.parallel.context_parallel.blocks import blocks_with
+from ferrodist.parallel.context_parallel.blocks import KeyPieces
 from ferrodist.parallel.context_parallel.ring_messages import (
     FORWARD_TAG,
     GRADIENT_TAG,
@@ -95,7 +99,7 @@ def ring_attention(
         DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     chosen, limit = group_and_timeout(group, timeout)
-    arguments = check_attention(
+    inputs, arguments = check_attention(
         "ring_attention",
         (q, k, v),
         causal=causal,
@@ -107,7 +111,7 @@ def ring_attention(
         group=chosen,
         timeout=limit,
     )
-    result: torch.Tensor = _RingAttention.apply(*arguments.inputs, arguments, overlap)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _RingAttention.apply(*inputs, arguments, overlap)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -129,8 +133,9 @@ class _RingAttention(torch.autograd.Function):
             add_error_context(lambda: "Ring attention was passing keys and values on.", _ADVICE),
             end_group_on_error("ring attention", arguments.group, exchanges),
         ):
-            for source, (keys, values) in _circulate(arguments, (key, value), exchanges, overlap=overlap):
-                for block in blocks_with(arguments, source):
+            pieces = KeyPieces(arguments)
+            for piece, source, (keys, values) in _circulate(arguments, pieces, (key, value), exchanges, overlap):
+                for block in pieces.blocks(source, piece):
                     attention.add(keys, values, block)
         output, log_sum_exp = attention.finish()
         ctx.save_for_backward(query, key, value, output, log_sum_exp)
@@ -150,67 +155,115 @@ class _RingAttention(torch.autograd.Function):
         return (*(each.to(query.dtype) if is_needed else None for each, is_needed in needed), None, None)
 
 
-def _shapes(arguments: AttentionArguments) -> list[tuple[torch.Size, torch.Size]]:
-    """The shapes of all ranks' keys and values."""
-    return [
-        (
-            torch.Size((*arguments.key.shape[:2], length, arguments.key.shape[3])),
-            torch.Size((*arguments.value.shape[:2], length, arguments.value.shape[3])),
-        )
-        for length in arguments.key_lengths
-    ]
-
-
 def _circulate(
-    arguments: AttentionArguments, own: _Pair, exchanges: list[RingExchange], *, overlap: bool
-) -> Iterator[tuple[int, _Pair]]:
-    """Give the ranks' keys and values, with the rank that has them, own ones first; the next ones come meanwhile.
+    arguments: AttentionArguments,
+    pieces: KeyPieces,
+    own: _Pair,
+    exchanges: list[RingExchange],
+    overlap: bool,  # noqa: FBT001
+) -> Iterator[tuple[int, int, _Pair]]:
+    """Give each piece of the ranks' keys and values, with its number and rank, own ones first in each turn.
 
-    ``exchanges`` has the messages under way.
+    The next piece comes meanwhile; ``exchanges`` has the messages under way.
     """
     rank, size = arguments.group.rank, arguments.group.world_size
-    if size == 1:
-        yield rank, own
-        return
-    buffers = [PairBuffer(_shapes(arguments), own[0].dtype, own[0].device) for _ in range(2)]
-    for target, tensor in zip(buffers[0].pair(rank), own, strict=True):
-        target.copy_(tensor)
-    for step in range(size):
-        current, following = buffers[step % 2], buffers[(step + 1) % 2]
-        source = (rank - step) % size
-        if step + 1 < size:
-            target = following.flat((source - 1) % size)
-            exchanges[:] = [_start(arguments, current.flat(source), target, FORWARD_TAG, overlap=overlap)]
-        yield source, current.pair(source)
-        if step + 1 < size and overlap:
-            exchanges[0].wait()
+    current, following = (PairBuffer(own[0].dtype, own[0].device, _max_numel(pieces, size)) for _ in range(2))
+    for piece in range(pieces.num):
+        for target, tensor in zip(current.pair(pieces.shapes(rank, piece)), own, strict=True):
+            torch.cat([tensor[:, :, run] for run in pieces.runs(rank, piece)], 2, out=target)
+        for step in range(size):
+            source, next_source = (rank - step) % size, (rank - step - 1) % size
+            shapes = pieces.shapes(source, piece)
+            has_next = step + 1 < size
+            if has_next:
+                target = following.flat(pieces.shapes(next_source, piece))
+                exchanges[:] = [_start(arguments, current.flat(shapes), target, FORWARD_TAG, overlap=overlap)]
+            yield piece, source, current.pair(shapes)
+            if has_next:
+                if overlap:
+                    exchanges[0].wait()
+                current, following = following, current
 
 
 def _circulate_gradients(
     arguments: AttentionArguments, own: _Pair, gradients: AttentionGradients, *, overlap: bool
 ) -> _Pair:
     """Send keys and values around, and their gradients behind them; returns those of this rank's own."""
-    group, rank, size = arguments.group, arguments.group.rank, arguments.group.world_size
-    dtype = accumulation_dtype(own[0].dtype)
-    computing, sending, incoming = (PairBuffer(_shapes(arguments), dtype, own[0].device) for _ in range(3))
+    pieces = KeyPieces(arguments)
+    behind = _GradientsBehind(arguments, pieces, own, overlap=overlap)
     exchanges: list[RingExchange] = []
-    of_gradients: list[RingExchange] = []
-    with end_group_on_error("the backward of ring attention", group, exchanges, of_gradients):
-        for source, (keys, values) in _circulate(arguments, own, exchanges, overlap=overlap):
-            computing.flat(source).zero_()
-            for block in blocks_with(arguments, source):
-                gradients.add(keys, values, block, computing.pair(source))
-            if of_gradients:  # of the step before: the sum of the ranks before this one
-                if overlap:
-                    of_gradients[0].wait()
-                computing.flat(source).add_(incoming.flat(source))
-            computing, sending = sending, computing
-            if size > 1:
-                target = incoming.flat((source - 1) % size)
-                of_gradients[:] = [_start(arguments, sending.flat(source), target, GRADIENT_TAG, overlap=overlap)]
-        if of_gradients and overlap:
-            of_gradients[0].wait()
-    return (incoming if size > 1 else sending).pair(rank)
+    with end_group_on_error("the backward of ring attention", arguments.group, exchanges, behind.exchanges):
+        for piece, source, (keys, values) in _circulate(arguments, pieces, own, exchanges, overlap):
+            grads = behind.zeros(source, piece)
+            for block in pieces.blocks(source, piece):
+                gradients.add(keys, values, block, grads)
+            behind.pass_on(source, piece)
+        return behind.finish()
+
+
+class _GradientsBehind:
+    """The gradients of keys and values, which go around the ring a step behind these.
+
+    Args:
+        arguments: The call.
+        pieces: Its pieces.
+        own: This rank's keys and values.
+        overlap: As of `ring_attention`.
+    """
+
+    def __init__(self, arguments: AttentionArguments, pieces: KeyPieces, own: _Pair, *, overlap: bool) -> None:
+        self._arguments, self._pieces, self._overlap = arguments, pieces, overlap
+        self._rank, self._size = arguments.group.rank, arguments.group.world_size
+        dtype, numel = accumulation_dtype(own[0].dtype), _max_numel(pieces, self._size)
+        self._computing, self._sending, self._incoming = (PairBuffer(dtype, own[0].device, numel) for _ in range(3))
+        self._home = (torch.empty_like(own[0]), torch.empty_like(own[1]))
+        self.exchanges: list[RingExchange] = []  # the one under way
+
+    def zeros(self, source: int, piece: int) -> _Pair:
+        """Zeros, to which the gradients of a piece of rank ``source`` are to be added, by this rank's queries."""
+        shapes = self._pieces.shapes(source, piece)
+        self._computing.flat(shapes).zero_()
+        return self._computing.pair(shapes)
+
+    def pass_on(self, source: int, piece: int) -> None:
+        """Add what has come from the ranks before this one, and send the sum to the next."""
+        shapes = self._pieces.shapes(source, piece)
+        if self._size == 1:
+            self._take_home(piece, self._computing)
+            return
+        if self.exchanges:
+            self._wait()
+            if source == self._rank:  # what has come is the piece before, from all ranks
+                self._take_home(piece - 1, self._incoming)
+            else:
+                self._computing.flat(shapes).add_(self._incoming.flat(shapes))
+        self._computing, self._sending = self._sending, self._computing
+        target = self._incoming.flat(self._pieces.shapes((source - 1) % self._size, piece))
+        outgoing = self._sending.flat(shapes)
+        self.exchanges[:] = [_start(self._arguments, outgoing, target, GRADIENT_TAG, overlap=self._overlap)]
+
+    def finish(self) -> _Pair:
+        """Wait for the last piece, and return the gradients of this rank's keys and values."""
+        if self.exchanges:
+            self._wait()
+            self._take_home(self._pieces.num - 1, self._incoming)
+        return self._home
+
+    def _wait(self) -> None:
+        if self._overlap:
+            self.exchanges[0].wait()
+
+    def _take_home(self, piece: int, grads: PairBuffer) -> None:
+        runs = self._pieces.runs(self._rank, piece)
+        for target, tensor in zip(self._home, grads.pair(self._pieces.shapes(self._rank, piece)), strict=True):
+            for run, part in zip(runs, torch.split(tensor, [run.stop - run.start for run in runs], 2), strict=True):
+                target[:, :, run] = part
+
+
+def _max_numel(pieces: KeyPieces, num_ranks: int) -> int:
+    """The largest number of elements of a piece of keys and values."""
+    every = itertools.product(range(num_ranks), range(pieces.num))
+    return max(sum(shape.numel() for shape in pieces.shapes(rank, piece)) for rank, piece in every)
 
 
 def _start(

@@ -87,27 +87,22 @@ def end_group_on_error(operation: str, group: Backend, *under_way: list[RingExch
 
 
 class PairBuffer:
-    """Memory for two tensors of a rank, in turn for different ranks, which travel as one message.
+    """Memory for two tensors, of different shapes in turn, which travel as one message.
 
     Args:
-        shapes: The shapes of both, for each rank.
         dtype: Their dtype.
         device: Their device.
+        numel: The largest number of elements of both.
     """
 
-    def __init__(self, shapes: list[tuple[torch.Size, torch.Size]], dtype: torch.dtype, device: torch.device) -> None:
-        self._shapes = shapes
-        self._memory = torch.empty(
-            max(one.numel() + other.numel() for one, other in shapes), dtype=dtype, device=device
-        )
+    def __init__(self, dtype: torch.dtype, device: torch.device, numel: int) -> None:
+        self._memory = torch.empty(numel, dtype=dtype, device=device)
 
-    def flat(self, rank: int) -> torch.Tensor:
-        """Both tensors of a rank as one, in one dim."""
-        one, other = self._shapes[rank]
-        return self._memory[: one.numel() + other.numel()]
+    def flat(self, shapes: tuple[torch.Size, torch.Size]) -> torch.Tensor:
+        """Both tensors as one, in one dim."""
+        return self._memory[: sum(shape.numel() for shape in shapes)]
 
-    def pair(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensors of a rank, views of the memory."""
-        one, other = self._shapes[rank]
-        flat = self.flat(rank)
-        return flat[: one.numel()].view(one), flat[one.numel() :].view(other)
+    def pair(self, shapes: tuple[torch.Size, torch.Size]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tensors, views of the memory."""
+        one, other = torch.split(self.flat(shapes), [shape.numel() for shape in shapes])
+        return one.view(shapes[0]), other.view(shapes[1])

@@ -4,15 +4,15 @@ S. A. Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Train
 Models", 2023 (https://arxiv.org/abs/2309.14509).
 
 For n ranks an all_to_all gives each rank the whole sequence for 1 / n of the heads, torch's own attention computes
-them, and a second all_to_all brings the outputs back. Each is its own gradient. A rank sends (n - 1) / n of its
-queries, keys, values and outputs, whatever n is; the ring sends n - 1 times its keys and values.
+them, and a second all_to_all brings the outputs back. Each is the other's gradient. A rank sends (n - 1) / n of its
+queries, keys, values and outputs, whatever n is; the ring sends n - 1 times its keys and values. Long sequences are
+exchanged in up to 8 pieces, so that buffers are small.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,10 +21,11 @@ from ferrodist.collectives.all_to_all import all_to_all_single_uneven
 from ferrodist.collectives.arguments import group_and_timeout
 from ferrodist.errors import add_error_context
 from ferrodist.parallel.context_parallel.arguments import AttentionArguments, check_attention
-from ferrodist.parallel.context_parallel.layout import by_rank, check_lengths, in_order
+from ferrodist.parallel.context_parallel.block_attention import empty_by_tokens
+from ferrodist.parallel.context_parallel.layout import check_lengths, chunks_of, num_pieces, piece_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ferrodist.backends.base import Backend
 
@@ -59,7 +60,7 @@ def ulysses_attention(
         cu_seqlens: Bounds of documents.
         enable_gqa: Whether k and v may have fewer heads.
         dropout_p: Must be 0.
-        timeout: Seconds for each collective of the forward; the backward has the group's.
+        timeout: Seconds for each collective, in backward, too.
 
     Returns:
         This rank's part of the output, of shape (B, H, T_local, E). Differentiable.
@@ -69,7 +70,7 @@ def ulysses_attention(
             of k and v evenly.
     """
     chosen, limit = group_and_timeout(group, timeout)
-    arguments = check_attention(
+    inputs, arguments = check_attention(
         "ulysses_attention",
         (q, k, v),
         causal=causal,
@@ -83,52 +84,117 @@ def ulysses_attention(
     )
     check_lengths("ulysses_attention", arguments.query_lengths)
     check_lengths("ulysses_attention", arguments.key_lengths)
-    with add_error_context(lambda: "Ulysses attention was exchanging heads for tokens.", _ADVICE):
-        return _attend(arguments)
-
-
-def _attend(arguments: AttentionArguments) -> torch.Tensor:
-    size = arguments.group.world_size
-    lengths = (arguments.query_lengths, arguments.key_lengths, arguments.key_lengths)
-    # A part for each rank: its heads of q, k and v, one after the other.
-    parts = [torch.cat([x.chunk(size, 1)[rank].reshape(-1) for x in arguments.inputs]) for rank in range(size)]
-    shapes = [(x.shape[0], x.shape[1] // size, x.shape[3]) for x in arguments.inputs]  # (B, H/n, D)
-    received = _exchange(parts, [_sizes(shapes, [each[rank] for each in lengths]) for rank in range(size)], arguments)
-    by_source = [_split(part, shapes, [each[rank] for each in lengths]) for rank, part in enumerate(received)]
-    query, key, value = (
-        in_order(torch.cat([each[i] for each in by_source], 2), 2, sum(lengths[i]), size) for i in range(3)
-    )
+    query, key, value = _exchange(inputs, arguments, to_heads=True)
     output = _attend_by_document(query, key, value, arguments)
-    parts = [part.reshape(-1) for part in by_rank(output, 2, size)]
-    shape = [(*output.shape[:2], output.shape[3])]
-    own = [arguments.query_lengths[arguments.group.rank]]
-    heads = _exchange(parts, [_sizes(shape, own)] * size, arguments)
-    return torch.cat([_split(part, shape, own)[0] for part in heads], 1)
+    return _exchange((output,), arguments, to_heads=False)[0]
 
 
-def _sizes(shapes: Sequence[tuple[int, int, int]], lengths: Sequence[int]) -> int:
-    """The number of elements of tensors (B, H, T, D), given without T."""
-    return sum(batch * heads * length * size for (batch, heads, size), length in zip(shapes, lengths, strict=True))
+def _exchange(
+    tensors: tuple[torch.Tensor, ...], arguments: AttentionArguments, *, to_heads: bool
+) -> tuple[torch.Tensor, ...]:
+    """Give each rank its heads (B, H/n, T, D) of the ranks' tokens (B, H, T_local, D), or the other way round.
+
+    The tensors are query, key and value, or the output.
+    """
+    exchanged: tuple[torch.Tensor, ...] = _Exchange.apply(arguments, to_heads, *tensors)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
-def _split(part: torch.Tensor, shapes: Sequence[tuple[int, int, int]], lengths: Sequence[int]) -> list[torch.Tensor]:
-    """The tensors (B, H, T, D) in a flat one."""
-    full = [(batch, heads, length, size) for (batch, heads, size), length in zip(shapes, lengths, strict=True)]
-    return [
-        piece.view(shape) for piece, shape in zip(torch.split(part, [math.prod(x) for x in full]), full, strict=True)
-    ]
+class _Exchange(torch.autograd.Function):
+    """An exchange of heads for tokens, or of tokens for heads; each is the gradient of the other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        arguments: AttentionArguments,
+        to_heads: bool,  # noqa: FBT001
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.arguments, ctx.to_heads = arguments, to_heads
+        with add_error_context(lambda: "Ulysses attention was exchanging heads for tokens.", _ADVICE):
+            return _exchange_pieces(arguments, to_heads, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *_exchange(grads, ctx.arguments, to_heads=not ctx.to_heads)
 
 
-def _exchange(parts: list[torch.Tensor], sizes: list[int], arguments: AttentionArguments) -> list[torch.Tensor]:
-    """Send a flat part to each rank, and receive one of a known size from each."""
-    received = all_to_all_single_uneven(
-        torch.cat(parts),
-        [part.numel() for part in parts],
-        sizes,
-        group=arguments.group,
-        timeout=arguments.timeout,
-    )
-    return list(torch.split(received, sizes))
+def _exchange_pieces(
+    arguments: AttentionArguments,
+    to_heads: bool,  # noqa: FBT001
+    tensors: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """`_exchange` in pieces, by buffers of the size of one."""
+    size, rank = arguments.group.world_size, arguments.group.rank
+    lengths = (arguments.query_lengths, arguments.key_lengths, arguments.key_lengths)[: len(tensors)]
+    outputs = tuple(_empty(x, each, rank, to_heads=to_heads) for x, each in zip(tensors, lengths, strict=True))
+    by_tokens, by_heads = (tensors, outputs) if to_heads else (outputs, tensors)
+    pieces = num_pieces([*arguments.query_lengths, *arguments.key_lengths])
+    buffers = [tensors[0].new_empty(0) for _ in range(2)]
+    for piece in range(pieces):
+        # What goes between this rank and each other: its heads of this rank's tokens, and this rank's of its tokens.
+        of_tokens = [
+            [
+                x[:, :, run]
+                for x, each in zip(shares, lengths, strict=True)
+                for run in piece_runs(each[rank], pieces, piece)
+            ]
+            for shares in zip(*(x.chunk(size, 1) for x in by_tokens), strict=True)
+        ]
+        of_heads = [
+            [
+                x[:, :, run]
+                for x, each in zip(by_heads, lengths, strict=True)
+                for run in _runs(each, peer, pieces, piece)
+            ]
+            for peer in range(size)
+        ]
+        sources, targets = (of_tokens, of_heads) if to_heads else (of_heads, of_tokens)
+        _send_and_receive(sources, targets, buffers, arguments)
+    return outputs
+
+
+def _empty(x: torch.Tensor, lengths: Sequence[int], rank: int, *, to_heads: bool) -> torch.Tensor:
+    """A tensor for what an exchange of ``x`` gives."""
+    size = len(lengths)
+    tokens, heads = (sum(lengths), x.shape[1] // size) if to_heads else (lengths[rank], x.shape[1] * size)
+    return empty_by_tokens((x.shape[0], heads, tokens, x.shape[3]), x.dtype, x.device)
+
+
+def _runs(lengths: Sequence[int], rank: int, pieces: int, piece: int) -> list[slice]:
+    """The tokens of a rank's piece, in the whole sequence."""
+    (first, end), (second, _) = chunks_of(sum(lengths), len(lengths), rank)
+    early, late = piece_runs(lengths[rank], pieces, piece)
+    offset = second - (end - first)
+    return [slice(first + early.start, first + early.stop), slice(offset + late.start, offset + late.stop)]
+
+
+def _send_and_receive(
+    sources: Sequence[Sequence[torch.Tensor]],
+    targets: Sequence[Sequence[torch.Tensor]],
+    buffers: list[torch.Tensor],
+    arguments: AttentionArguments,
+) -> None:
+    """Send tensors to each rank in one message, and receive others from each; two buffers grow to their sizes."""
+    counts = [[sum(x.numel() for x in parts) for parts in each] for each in (sources, targets)]
+    for i, each in enumerate(counts):
+        if buffers[i].numel() < sum(each):
+            buffers[i] = buffers[i].new_empty(sum(each))
+    outgoing, incoming = (buffer[: sum(each)] for buffer, each in zip(buffers, counts, strict=True))
+    for x, flat in _with_memory(sources, outgoing):
+        flat.copy_(x)
+    all_to_all_single_uneven(outgoing, *counts, group=arguments.group, out=incoming, timeout=arguments.timeout)
+    for x, flat in _with_memory(targets, incoming):
+        x.copy_(flat)
+
+
+def _with_memory(
+    tensors: Sequence[Sequence[torch.Tensor]], message: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each tensor, and its elements in a message."""
+    flat = [x for each in tensors for x in each]
+    for x, part in zip(flat, torch.split(message, [x.numel() for x in flat]), strict=True):
+        yield x, part.view(x.shape)
 
 
 def _attend_by_document(
@@ -156,7 +222,7 @@ def _attend_by_document(
                 enable_gqa=query.shape[1] != key.shape[1],
             )
         )
-    return torch.cat(outputs, 2)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
 def _zero(*inputs: torch.Tensor) -> torch.Tensor:

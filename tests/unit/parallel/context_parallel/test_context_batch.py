@@ -123,7 +123,7 @@ def test_models_that_would_be_wrong_without_an_error(name):
 def test_a_model_with_positions_of_its_own_takes_them_from_the_batch():
     """RoBERTa numbers tokens from the index of padding on; with its positions the loss is that of one process."""
     _, config, _ = MODELS["positions of its own"]
-    model = transformers.RobertaForCausalLM(config).eval()
+    model = transformers.RobertaForCausalLM(config).double().eval()
     batch = {"input_ids": IDS, "labels": IDS, "position_ids": 1 + torch.arange(12)[None]}
 
     def program(group):

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ferrodist as fd
+from ferrodist.parallel.context_parallel import layout
 from ferrodist.testing import run_ranks
 
 METHODS = ["ring", "ulysses"]
@@ -29,8 +30,10 @@ def whole(length=13, heads=6, key_heads=6):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("bounds", [None, [0, 4, 4, 13]])
-def test_ulysses_is_attention_of_one_process(num_ranks, causal, bounds):
-    """Heads exchanged for tokens and back, with uneven lengths, grouped heads and documents, backward too."""
+@pytest.mark.parametrize("min_piece", [layout.MIN_PIECE, 2])
+def test_ulysses_is_attention_of_one_process(monkeypatch, num_ranks, causal, bounds, min_piece):
+    """Heads exchanged for tokens and back, with uneven lengths, grouped heads, documents and pieces, backward too."""
+    monkeypatch.setattr(layout, "MIN_PIECE", min_piece)
     q, k, v, grad = whole(heads=12)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     pieces = [slice(0, 13)] if bounds is None else [slice(0, 4), slice(4, 13)]
@@ -66,6 +69,21 @@ def test_ulysses_of_fewer_tokens_than_ranks():
         return fd.context_unshard(parts[2].grad, 2, group)
 
     close(run_ranks(program, 3)[0], grad)
+
+
+def test_the_output_of_ulysses_may_be_written_to_in_place():
+    """A residual sum or a scale in place comes after attention in models; autograd forbids it for some results."""
+    q, k, v, grad = whole()
+
+    def program(group):
+        parts = [fd.context_shard(x, 2, group).requires_grad_() for x in (q, k, v)]
+        output = fd.ulysses_attention(*parts, group=group)
+        grads = torch.autograd.grad(output, parts, fd.context_shard(grad, 2, group))
+        scaled = fd.ulysses_attention(*parts, group=group).mul_(2)
+        return grads, torch.autograd.grad(scaled, parts, fd.context_shard(grad, 2, group))
+
+    for grads, doubled in run_ranks(program, 2):
+        assert all(torch.equal(2 * one, other) for one, other in zip(grads, doubled, strict=True))
 
 
 def test_ulysses_needs_heads_that_ranks_share():

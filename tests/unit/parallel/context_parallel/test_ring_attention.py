@@ -1,13 +1,16 @@
 """`ring_attention` against torch's attention over the whole sequence in one process."""
 
 import math
+import threading
+import time
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import ferrodist as fd
-from ferrodist.parallel.context_parallel import block_attention
+from ferrodist.deadline import Deadline
+from ferrodist.parallel.context_parallel import block_attention, layout
 from ferrodist.parallel.context_parallel import ring as module
 from ferrodist.testing import run_ranks
 
@@ -67,6 +70,17 @@ def test_outputs_and_gradients_are_those_of_one_process(monkeypatch, num_ranks, 
     check(run_ranks(lambda group: sharded(group, *data, causal=causal), num_ranks), alone(*data, causal=causal))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("bounds", [None, [0, 37], [0, 9, 9, 26, 37]])
+@pytest.mark.parametrize("causal", [False, True])
+def test_pieces_are_joined_again(monkeypatch, num_ranks, bounds, causal):
+    """Keys of a long sequence travel in pieces, which cut chunks and documents, and whose gradients come home."""
+    monkeypatch.setattr(layout, "MIN_PIECE", 3)
+    data, cu_seqlens = inputs(37, key_heads=2), None if bounds is None else torch.tensor(bounds)
+    results = run_ranks(lambda group: sharded(group, *data, causal=causal, cu_seqlens=cu_seqlens), num_ranks)
+    check(results, alone(*data, causal=causal, cu_seqlens=cu_seqlens))
+
+
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 6])
 def test_ranks_may_have_few_tokens_or_none(length):
     """Sequences shorter than the number of chunks leave ranks without a token, which pass on what others have."""
@@ -105,8 +119,10 @@ def test_options_that_change_no_layout(options):
     assert all(torch.equal(*pair) for pair in zip(results[0], overlapped[0], strict=True))
 
 
-def test_without_a_mask_any_lengths_will_do():
-    """Attention to other tokens than the queries' own, divided in a way of the user's own."""
+@pytest.mark.parametrize("min_piece", [layout.MIN_PIECE, 2])
+def test_without_a_mask_any_lengths_will_do(monkeypatch, min_piece):
+    """Attention to other tokens than the queries' own, divided in a way of the user's own, in pieces, too."""
+    monkeypatch.setattr(layout, "MIN_PIECE", min_piece)
     q, k, v, grad = inputs(11, key_length=7)
 
     def program(group):
@@ -126,6 +142,47 @@ def test_processes_give_the_bits_of_threads():
     threads = run_ranks(lambda group: sharded(group, *data, causal=True), 2)
     processes = run_ranks(lambda group: sharded(group, *data, causal=True), 2, backend="native")
     assert all(torch.equal(*pair) for pair in zip(threads[0], processes[1], strict=True))
+
+
+@pytest.mark.parametrize("backend", ["simulated", "native-threads", "gloo-threads"])
+def test_messages_arrive_while_blocks_are_computed(monkeypatch, backend):
+    """Nothing but the backend moves them: if it did so only in a wait, overlap would save nothing."""
+    under_way = threading.local()
+
+    class RingExchange(module.RingExchange):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            under_way.exchanges = [*getattr(under_way, "exchanges", []), self]
+
+        def wait(self):
+            under_way.exchanges.remove(self)
+            return super().wait()
+
+    arrived = []
+
+    def wait_for_arrival():
+        for exchange in under_way.exchanges:
+            deadline = Deadline(20)
+            while not all(request.done() for request in exchange._requests) and not deadline.expired:
+                time.sleep(0)
+            arrived.append(not deadline.expired)
+
+    class OnlineAttention(module.OnlineAttention):
+        def add(self, *args):
+            wait_for_arrival()
+            super().add(*args)
+
+    class AttentionGradients(module.AttentionGradients):
+        def add(self, *args):
+            wait_for_arrival()
+            super().add(*args)
+
+    for each in (RingExchange, OnlineAttention, AttentionGradients):
+        monkeypatch.setattr(module, each.__name__, each)
+    data = inputs(1024)  # 512 KiB of keys and values a rank: more than travels without being asked for
+    results = run_ranks(lambda group: sharded(group, *data), 2, backend=backend)
+    assert arrived == [True] * 6  # a rank's keys in forward, and in backward keys and gradients
+    check(results, alone(*data))
 
 
 def test_inputs_of_any_strides_and_gradients_of_one_number():
