@@ -37,7 +37,7 @@ from ferrodist.tensor.plain_tensors import (
 from ferrodist.tensor.redistribute import redistribute_local
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.modes import no_modes, num_dispatch_modes
-from ferrodist.torch_private.operators import plain_call, private_aten, schema_of
+from ferrodist.torch_private.operators import method_call, plain_call, private_aten, schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.op_strategy import OpRule
 
-_KEYED_BY_VALUE: Any = object()
-"""A cache entry that refers to another one, whose key has the values of floats and torch's default dtype too."""
+KEYED_BY_VALUE: Any = object()
+"""A cache entry that refers to another one, whose key is `key_by_value`."""
 
 _UNSAFE_VIEW = private_aten.unsafe_view.default
 """A view that autograd does not take for one: of results that nobody else has, and of what `torch.kron` writes to."""
@@ -61,6 +61,7 @@ class DispatchKind(Enum):
     IN_PLACE = "the first argument is written, given the local tensors as they are"
     SEVERAL = "several tensors, or None for some, come out of the local tensors as they are"
     VIEW = "one tensor that shares memory with the first argument comes out of the local tensors as they are"
+    VIEWS = "a list of such views comes out of the local tensors as they are"
     LISTS = "lists of tensors are written, given the local tensors as they are, and nothing comes out"
     ANY = "anything, inputs redistributed first"
 
@@ -91,13 +92,15 @@ class CachedDispatch:
     view_kind: ViewKind = field(default=ViewKind.COPIED, init=False)
     """The kind of views whose shards have memory of their own."""
     may_copy: bool = field(default=True, init=False)
-    """Whether the shards of a VIEW may be copies: views by the operator itself never are."""
+    """Whether the shards of views may be copies: those by the operator itself never are."""
+    is_at_start: bool = field(default=False, init=False)
+    """Whether a VIEW that is no copy begins where the viewed tensor does."""
 
 
 def cache_key(value: Any, dtensor_type: Any) -> Any:
     """The contribution of an argument to the key of a cached call."""
     kind = type(value)
-    if kind is int or value is None or kind is torch.SymInt:
+    if kind is int or value is None or kind is torch.dtype or kind is torch.SymInt:
         # A SymInt is there while a compiler traces, whose graph is then for this number.
         return value if kind is not torch.SymInt else int(value)
     if kind is float or kind is bool:
@@ -116,6 +119,12 @@ def cache_key(value: Any, dtensor_type: Any) -> Any:
     return (kind, None if kind is torch.Generator else value)
 
 
+def key_by_value(key: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The key of a call that is prepared for the values of its floats, or for torch's default dtype."""
+    values = [one for one in (*args, *kwargs.values()) if type(one) in (float, list, tuple)]
+    return (*key, KEYED_BY_VALUE, torch.get_default_dtype(), *find_all(float, values))
+
+
 def dispatch(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], dtensor_type: Any, key: list[Any]
 ) -> Any:
@@ -132,12 +141,12 @@ def dispatch(
         make_room(cache)
         rule = RULES.get(func)
         is_by_value = rule is not None and rule.depends_on_values
-        cached = _KEYED_BY_VALUE if is_by_value else _prepare_outside_of_modes(func, args, kwargs, dtensor_type)
+        cached = KEYED_BY_VALUE if is_by_value else _prepare_outside_of_modes(func, args, kwargs, dtensor_type)
         if isinstance(cached, CachedDispatch) and _depends_on_default_dtype(cached, [*args, *kwargs.values()]):
-            cached = _KEYED_BY_VALUE
+            cached = KEYED_BY_VALUE
         cache[tuple(key)] = cached
-    if cached is _KEYED_BY_VALUE:
-        exact = (*key, _KEYED_BY_VALUE, torch.get_default_dtype(), *find_all(float, [*args, *kwargs.values()]))
+    if cached is KEYED_BY_VALUE:
+        exact = key_by_value(key, args, kwargs)
         cached = cache.get(exact)
         if cached is None:
             make_room(cache)
@@ -161,16 +170,32 @@ def dispatch_foreach(
     dtensor_type: Any,
 ) -> None:
     """Compute a call of `DispatchKind.LISTS`."""
-    for index, _ in cached.positions:
-        if True in [type(one) is dtensor_type and one._view_copy is not None for one in args[index]]:
-            _check_writable(func, args, kwargs)
+    if VIEW_COPIES:
+        _check_writable(func, args, kwargs)
     local = [
-        [one._local if type(one) is dtensor_type else one for one in value] if type(value) is list else value
-        for value in args
+        [one._local for one in value] if type(value) is list and value and type(value[0]) is dtensor_type else value
+        for value in args  # no list has plain tensors beside distributed ones: `_prepare` refuses such
     ]
     cached.local(*local, **kwargs)
     if VIEW_COPIES:
         map_tensors(after_write, [args[index] for index, _ in cached.positions], dtensor_type)
+
+
+def wrap_results(cached: CachedDispatch, result: Any, base: Any, dtensor_type: Any) -> Any:
+    """The results of a cached call of `DispatchKind.VIEW`, VIEWS or SEVERAL, the first argument of which is given."""
+    if cached.kind is DispatchKind.SEVERAL:
+        outputs = iter(cached.outputs)
+        return tuple([None if one is None else dtensor_type._wrap(one, next(outputs)) for one in result])
+    if cached.kind is DispatchKind.VIEW:
+        is_view = not cached.may_copy or (cached.local is torch.reshape and base._local.is_contiguous())
+        kind = ViewKind.SHARED if is_view else actual_kind(cached.view_kind, result, base._local)
+        return dtensor_type._wrap_view(result, cached.output, base, cached.offset, kind)
+    assert cached.offsets is not None, "views have offsets"
+    kinds = [actual_kind(cached.view_kind, one, base._local) if cached.may_copy else ViewKind.SHARED for one in result]
+    return [
+        dtensor_type._wrap_view(one, spec, base, offset, kind)
+        for one, spec, offset, kind in zip(result, cached.outputs, cached.offsets, kinds, strict=True)
+    ]
 
 
 def _depends_on_default_dtype(cached: CachedDispatch, arguments: Sequence[Any]) -> bool:
@@ -260,15 +285,18 @@ def _prepare(
     mesh = _common_mesh(func, specs)
     if (other := _find_exception(func, rule, specs, mesh, dtensor_type)) is not None:
         return other
-    if str(func).startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")):
-        cached = _prepare_foreach(func, specs, rule, mesh)
-        _set_lists_kind(cached, func, args, kwargs, dtensor_type)
-        return cached
+    is_fused = str(func).startswith(("aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad"))
+    takes_lists = is_fused or str(func).startswith("aten._foreach_")
     call = OpCall(func, specs, mesh)
     try:
-        cached = _select(call, rule)
+        cached = _prepare_foreach(func, specs, rule, mesh) if takes_lists else _select(call, rule)
     except _NoStrategyError as error:
+        if is_fused:
+            raise
         return functools.partial(_write_redistributed, func, dtensor_type, str(error))
+    if takes_lists:
+        _set_lists_kind(cached, func, args, kwargs, dtensor_type)
+        return cached
     if (func.is_view or func is _UNSAFE_VIEW) and not cached.written:
         cached.offsets = [int(meta.storage_offset()) for meta in call.results]
         cached.view_kind = _own_memory_kind(func, rule, call.inputs[0], cached.specs[0])
@@ -392,16 +420,21 @@ def _set_kind(cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequenc
         return
     cached.positions = [(names.index(name), value) for name, value in cached.replaced.items()]
     returns = schema_of(func).returns
+    cached.may_copy = cached.local is not plain_call(func)
     if cached.written:
         if cached.written == names[:1] and isinstance(args[0], dtensor_type):
             cached.kind = DispatchKind.IN_PLACE
     elif len(returns) == 1 and isinstance(returns[0].type, torch.TensorType):
         cached.kind = DispatchKind.RESULT if cached.offsets is None else DispatchKind.VIEW
-        cached.may_copy = cached.local is not plain_call(func)
         (cached.output,) = cached.outputs
         cached.offset = cached.offsets[0] if cached.offsets else 0
+        cached.is_at_start = cached.offsets is not None and not cached.may_copy and cached.offset == 0
     elif cached.offsets is None and all(isinstance(one.type, torch.TensorType) for one in returns):
         cached.kind = DispatchKind.SEVERAL
+    elif cached.offsets is not None and [str(one.type) for one in returns] == ["List[Tensor]"]:
+        cached.kind = DispatchKind.VIEWS
+    if not cached.may_copy and cached.kind is not DispatchKind.ANY:
+        cached.local = method_call(func) or cached.local
 
 
 def _set_lists_kind(

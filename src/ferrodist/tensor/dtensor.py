@@ -10,8 +10,17 @@ import torch
 from ferrodist.collectives.arguments import check_layout, check_shape
 from ferrodist.collectives.reduce_op import ReduceOp, check_dtype
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.tensor.copied_views import VIEW_COPIES, ViewCopy, ViewKind, actual_kind, after_write, register_view
-from ferrodist.tensor.dispatch import CachedDispatch, DispatchKind, cache_key, dispatch, dispatch_foreach
+from ferrodist.tensor.copied_views import VIEW_COPIES, ViewCopy, ViewKind, after_write, register_view
+from ferrodist.tensor.dispatch import (
+    KEYED_BY_VALUE,
+    CachedDispatch,
+    DispatchKind,
+    cache_key,
+    dispatch,
+    dispatch_foreach,
+    key_by_value,
+    wrap_results,
+)
 from ferrodist.tensor.placement import Partial, Placement, Replicate
 from ferrodist.tensor.plain_tensors import check_plain
 from ferrodist.tensor.python_methods import METHODS
@@ -31,12 +40,9 @@ if TYPE_CHECKING:
 
 
 # A member of an enum takes longer to look up than a global name.
-_RESULT = DispatchKind.RESULT
-_IN_PLACE = DispatchKind.IN_PLACE
-_VIEW = DispatchKind.VIEW
-_LISTS = DispatchKind.LISTS
-_ANY = DispatchKind.ANY
+_RESULT, _IN_PLACE, _LISTS, _ANY = DispatchKind.RESULT, DispatchKind.IN_PLACE, DispatchKind.LISTS, DispatchKind.ANY
 _SHARED = ViewKind.SHARED
+_is_inference_mode = torch.is_inference_mode_enabled
 
 
 @not_compiled
@@ -85,17 +91,6 @@ class DTensor(torch.Tensor):
             register_view(made, base._view_copy if kind is _SHARED else ViewCopy(base, local, kind))  # type: ignore[arg-type]
         return made
 
-    @staticmethod
-    def _wrap_results(cached: CachedDispatch, result: Any, base: DTensor) -> Any:
-        """The results of a cached call of kind VIEW or SEVERAL."""
-        if cached.kind is _VIEW:
-            is_view = not cached.may_copy or (cached.local is torch.reshape and base._local.is_contiguous())
-            kind = _SHARED if is_view else actual_kind(cached.view_kind, result, base._local)
-            output: Any = cached.output
-            return DTensor._wrap_view(result, output, base, cached.offset, kind)
-        outputs = iter(cached.outputs)
-        return tuple([None if one is None else DTensor._wrap(one, next(outputs)) for one in result])
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # noqa: C901, PLR0912 - calls would take longer than what they do
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -111,6 +106,8 @@ class DTensor(torch.Tensor):
                 key.append(spec)
             elif kind is int or value is None:
                 key.append(value)
+            elif kind is float:
+                key.append(float)
             elif kind is list and value and type(value[0]) is DTensor:
                 spec = value[0]._spec
                 key.append(tuple([one._spec if type(one) is DTensor else cache_key(one, DTensor) for one in value]))
@@ -121,6 +118,8 @@ class DTensor(torch.Tensor):
                 key += (name, cache_key(value, DTensor))
         if spec is not None:
             cached = spec.dispatch_cache.get(tuple(key))
+            if cached is KEYED_BY_VALUE:
+                cached = spec.dispatch_cache.get(key_by_value(key, args, kwargs or {}))
             if (
                 type(cached) is CachedDispatch
                 and (dispatch_kind := cached.kind) is not _ANY
@@ -132,7 +131,12 @@ class DTensor(torch.Tensor):
                 for index, value in cached.positions:
                     local[index] = value
                 result = cached.local(*local, **kwargs) if kwargs else cached.local(*local)
-                if dispatch_kind is _RESULT:
+                if dispatch_kind is _RESULT or (
+                    cached.is_at_start
+                    and args[0]._view_copy is None
+                    and not args[0].storage_offset()
+                    and not _is_inference_mode()
+                ):
                     output: Any = cached.output
                     made: DTensor = make_wrapper(DTensor, *output.wrapper_arguments)
                     made._local, made._spec = result, output
@@ -141,7 +145,7 @@ class DTensor(torch.Tensor):
                     if VIEW_COPIES:
                         after_write(args[0])
                     return args[0]
-                return DTensor._wrap_results(cached, result, args[0])
+                return wrap_results(cached, result, args[0], DTensor)
         value = None  # `plain_tensors` counts references to arguments
         return dispatch(func, args, kwargs or {}, DTensor, key)
 

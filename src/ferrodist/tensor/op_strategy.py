@@ -10,6 +10,7 @@ operator reduces over it, as a sum does.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -160,26 +161,24 @@ def find_all(kind: type, value: Any) -> list[Any]:
 
 def bind_arguments(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments of a call by name, defaults included."""
-    bound = {}
-    for index, argument in enumerate(schema_of(operator).arguments):
-        if index < len(args):
-            bound[argument.name] = args[index]
-        elif argument.name in kwargs:
-            bound[argument.name] = kwargs[argument.name]
-        else:
-            bound[argument.name] = argument.default_value
+    parameters = _parameters(operator)
+    bound = {name: value for (name, _, _), value in zip(parameters, args, strict=False)}
+    for name, default, _ in parameters[len(args) :]:
+        bound[name] = kwargs.get(name, default)
     return bound
+
+
+@functools.cache
+def _parameters(operator: torch._ops.OpOverload) -> list[tuple[str, Any, bool]]:
+    """The name and default of each argument, and whether it is keyword-only; schemas are slow to read."""
+    return [(one.name, one.default_value, one.kwarg_only) for one in schema_of(operator).arguments]
 
 
 def split_arguments(operator: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Split arguments by name into the positional and the keyword-only ones."""
-    positional, named = [], {}
-    for argument in schema_of(operator).arguments:
-        if argument.kwarg_only:
-            named[argument.name] = arguments[argument.name]
-        else:
-            positional.append(arguments[argument.name])
-    return positional, named
+    parameters = _parameters(operator)
+    positional = [arguments[name] for name, _, is_named in parameters if not is_named]
+    return positional, {name: arguments[name] for name, _, is_named in parameters if is_named}
 
 
 _LOCAL_COPY_COST = 1e-9

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _NAMES = frozenset(
     {
         "amp_foreach_non_finite_check_and_unscale_",
+        "foreach_max",
+        "foreach_mm",
         "has_same_storage_numel",
         "linalg_check_errors",
         "linalg_solve_ex",
@@ -32,6 +34,8 @@ _NAMES = frozenset(
         "safe_softmax",
         "unique2",
         "unsafe_view",
+        "weight_norm_interface",
+        "weight_norm_interface_backward",
     }
 )
 
@@ -94,6 +98,33 @@ def overloads(names: str) -> Iterator[torch._ops.OpOverload]:
 def plain_call(operator: Any) -> Callable[..., Any]:
     """Return the C++ call of an operator, which takes less time than the operator."""
     found: Callable[..., Any] = getattr(operator, "_op", operator)
+    return found
+
+
+_METHODS = """
+abs.default acos.default add.Tensor add_.Tensor amax.default amin.default atan.default bmm.default ceil.default
+clamp.default clone.default copy_.default cos.default detach.default div.Tensor div_.Tensor eq.Scalar
+eq.Tensor erf.default exp.default expand.default expm1.default fill_.Scalar floor.default ge.Scalar ge.Tensor gt.Scalar
+gt.Tensor isfinite.default isinf.default isnan.default le.Scalar le.Tensor lerp.Scalar log.default log1p.default
+log2.default logical_and.default logical_and_.default logical_not.default logical_or.default lt.Scalar lt.Tensor
+masked_fill.Scalar masked_fill_.Scalar maximum.default mean.default mean.dim minimum.default mm.default
+mul.Tensor mul_.Tensor mv.default ne.Scalar ne.Tensor neg.default permute.default pow.Tensor_Scalar pow.Tensor_Tensor
+reciprocal.default relu.default relu_.default round.default rsqrt.default select.int sgn.default sigmoid.default
+sign.default sin.default sqrt.default squeeze.dim sub.Tensor sub_.Tensor sum.default sum.dim_IntList t.default
+tan.default tanh.default transpose.int tril.default triu.default trunc.default unsqueeze.default view.default
+where.self zero_.default
+"""
+
+
+def method_call(operator: Any) -> Callable[..., Any] | None:
+    """Return the method of tensors, or torch's function, that calls an operator in less time than `plain_call`.
+
+    It takes the operator's arguments, the first of which is a tensor. None: there is none that is known to be the same.
+    """
+    name, overload = schema_of(operator).name.removeprefix("aten::"), overload_name(operator) or "default"
+    if f"{name}.{overload}" not in _METHODS.split():
+        return None
+    found: Callable[..., Any] = getattr(torch if name == "where" else torch.Tensor, name)
     return found
 
 

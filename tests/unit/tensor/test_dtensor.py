@@ -8,7 +8,9 @@ import weakref
 import pytest
 import torch
 from operator_checks import make, spread
+from operator_samples import bind_sample
 from torch.distributed.tensor import Shard as TorchShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ferrodist as fd
 from ferrodist import (
@@ -24,6 +26,7 @@ from ferrodist import (
 )
 from ferrodist.backends.native import is_native_available
 from ferrodist.testing import run_ranks
+from ferrodist.torch_private import operators
 
 
 def alone(shape=(1,), names=None):
@@ -370,6 +373,60 @@ def test_specs_are_interned():
     del mesh, one, other
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.masked_fill(x > 0, 0.5),
+        lambda x: x.masked_fill_(x > 0, 0.5),
+        lambda x: x.split(2, 1)[1] + x.unbind(1)[0][:, None],
+        lambda x: x.detach() + x.view(4, 2, 2)[:, 1].sum(1, keepdim=True),
+    ],
+)
+def test_repeated_calls_take_no_detour(monkeypatch, call):
+    """Calls that only compute on shards are not prepared again, nor given to `dispatch`."""
+    x = fd.distribute(torch.arange(16.0).view(4, 4), alone(), Shard(0))
+    expected = call(x).full_tensor()
+
+    def refuse(func, *_):
+        pytest.fail(f"{func} is not run inline")
+
+    monkeypatch.setattr(fd.tensor.dtensor, "dispatch", refuse)
+    assert torch.equal(call(x).full_tensor(), expected)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, [one.shape if isinstance(one, torch.Tensor) else one for one in args], kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def test_methods_in_the_place_of_operators():
+    """They call just what the operators call."""
+    shapes = {"bmm": (2, 3, 3), "view": (1,), "expand": (1,), "permute": (2,), "squeeze": (2, 1)}
+    for name in operators._METHODS.split():
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(torch.ops.aten, packet), overload)
+        sizes = [(3, 3), (3,)] if packet == "mv" else [shapes.get(packet, (3, 3))] * 3
+        tensors = [torch.ones(size, dtype=torch.bool if packet == "where" else None) for size in sizes]
+        if packet.startswith("masked_fill"):
+            tensors[1] = tensors[1] > 0
+        positional, named = bind_sample(operator, iter(tensors))
+        if packet in ("permute", "clamp"):
+            positional, named = {"permute": [[1, 0]], "clamp": [None, 1.0]}[packet], {}
+            positional.insert(0, torch.ones(3, 3))
+        recorded = []
+        for call in (operators.method_call(operator), operators.plain_call(operator)):
+            with _Recorder() as recorder, torch.no_grad():
+                call(*positional, **named)
+            recorded.append(recorder.calls)
+        assert recorded[0] == recorded[1], name
+        assert recorded[0], name
 
 
 def test_dispatch_cache_is_bounded(monkeypatch):

@@ -97,3 +97,22 @@ def test_normalisation_without_gradients():
                 check_operator(mesh, lambda x, w, b: F.group_norm(x, 2, w, b), channels, places, backward=False)
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_weight_norm(dim):
+    """The weight, and the gradients of its direction and magnitude."""
+    magnitude = make(*((4, 1) if dim == 0 else (1, 3)), seed=1)
+    places = [[one] for one in (Shard(0), Shard(1), Replicate(), Partial())]
+
+    def check(group):
+        for direction in places:
+            for of_magnitude in ([Shard(dim)], [Replicate()]):
+                check_operator(
+                    DeviceMesh(group, (2,)),
+                    lambda v, g: torch._weight_norm(v, g, dim),
+                    [make(4, 3), magnitude],
+                    [direction, of_magnitude],
+                )
+
+    run_ranks(check, 2)

@@ -145,6 +145,35 @@ def test_lists_and_a_scalar_tensor():
     run_ranks(program, 2)
 
 
+UNARY_LISTS = """
+acos asin atan ceil cos cosh erf erfc expm1 floor frac lgamma log log10 log1p log2 round rsqrt sigmoid sin sinh tan tanh
+trunc
+"""
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate(), Partial()], ids=str)
+def test_functions_of_lists(placement):
+    """Each returns new tensors, or writes to its own, which keep their placements."""
+    plain = [make(4, 3, low=0.1, high=0.9), make(5, low=0.1, high=0.9)]
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,))
+        for name in UNARY_LISTS.split():
+            new, over = (getattr(torch, f"_foreach_{name}{suffix}") for suffix in ("", "_"))
+            tensors = [spread(one, mesh, [placement]) for one in plain]
+            assert_same(new(tensors), list(new(plain)), name)
+            over(tensors)
+            assert_same(tensors, list(new(plain)), f"{name}_")
+            assert [one.placements for one in tensors] == [(placement,)] * 2
+        tensors = [spread(one, mesh, [placement]) for one in plain]
+        assert_same(torch._foreach_clone(tensors), plain, "clone")
+        assert_same(torch._foreach_max(tensors), [one.max() for one in plain], "max")
+        products = torch.ops.aten._foreach_mm(tensors[:1], [spread(plain[0].T.contiguous(), mesh, [Replicate()])])
+        assert_same(products, [plain[0] @ plain[0].T], "mm")
+
+    run_ranks(check, 2)
+
+
 NAMES = sorted(
     {
         overload

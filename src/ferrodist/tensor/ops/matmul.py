@@ -9,6 +9,7 @@ import torch
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpCall, OpRule, einsum_rule
 from ferrodist.tensor.ops.pointwise import broadcast_labels
+from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -45,5 +46,6 @@ RULES: dict[torch._ops.OpOverload, OpRule] = {
 }
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    _aten.vdot.default: lambda one, other: torch.dot(one.conj(), other)
+    _aten.vdot.default: lambda one, other: torch.dot(one.conj(), other),
+    private_aten.foreach_mm.default: lambda ones, others: [torch.mm(*pair) for pair in zip(ones, others, strict=True)],
 }

@@ -169,6 +169,23 @@ RULES = rule_table(
     ),
 )
 
+
+def _weight_norm(direction: Any, magnitude: Any, dim: int = 0) -> tuple[Any, Any]:
+    """Weight normalization (https://arxiv.org/abs/1602.07868): the weight, and the norm of each slice along a dim."""
+    others = [at for at in range(direction.dim()) if at != dim % direction.dim()]
+    norms = torch.linalg.vector_norm(direction, 2, others, keepdim=True)
+    return direction * (magnitude / norms), norms
+
+
+def _weight_norm_backward(grad: Any, direction: Any, magnitude: Any, norms: Any, dim: int) -> tuple[Any, Any]:
+    """The gradients of `_weight_norm`'s direction and magnitude."""
+    others = [at for at in range(direction.dim()) if at != dim % direction.dim()]
+    along = (grad * direction).sum(others, keepdim=True) / norms
+    return magnitude / norms * (grad - direction * (along / norms)), along
+
+
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    private_aten.native_batch_norm_legit.default: _update_statistics
+    private_aten.native_batch_norm_legit.default: _update_statistics,
+    private_aten.weight_norm_interface.default: _weight_norm,
+    private_aten.weight_norm_interface_backward.default: _weight_norm_backward,
 }

@@ -344,5 +344,6 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten.norm.ScalarOpt_dim: _any_norm,
     _aten.norm.ScalarOpt_dim_dtype: _any_norm,
     _aten.norm.ScalarOpt_dtype: _any_norm,
+    private_aten.foreach_max.default: lambda tensors: [torch.max(one) for one in tensors],
     _aten._foreach_norm.Scalar: lambda tensors, p=2, dtype=None: [_any_norm(one, p, dtype=dtype) for one in tensors],
 }
