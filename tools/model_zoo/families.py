@@ -44,6 +44,7 @@ IMAGES = "its inputs are images, not sequences of tokens"
 SOUNDS = "its inputs are sounds, not sequences of tokens"
 TWO_STACKS = "an encoder and a decoder have a sequence each; context parallelism is for one"
 RECURRENT = "its layers pass a state from token to token, without attention"
+OWN_POSITIONS = "it numbers positions in a way of its own, from the index of padding on: pass it position_ids"
 OWN_BIASES = "its attention is its own, with biases by position, and not torch's scaled_dot_product_attention"
 NO_TEXT = "it generates no text"
 
@@ -168,24 +169,22 @@ def recurrent(kind: str, blocks: str, *, plan: Plan = None, **options: Any) -> F
     )
 
 
-def masked(name: str, blocks: str, *, plan: Plan = None, context: bool | str = False, **options: Any) -> Family:
+def masked(name: str, blocks: str, *, context: bool | str = False, **options: Any) -> Family:
     """An encoder that predicts masked tokens."""
     return Family(
         make=partial(of_transformers, f"{name}ForMaskedLM", f"{name}Config", **SIZES, **NO_DROPOUT, **options),
         batch=padded_text,
         blocks=blocks,
-        plan=plan,
         context=context,
     )
 
 
-def classifier(name: str, blocks: str, *, plan: Plan = None, is_divisible: bool = True, **options: Any) -> Family:
+def classifier(name: str, blocks: str, *, is_divisible: bool = True, **options: Any) -> Family:
     """A model that classifies images."""
     return Family(
         make=partial(of_transformers, f"{name}ForImageClassification", f"{name}Config", num_labels=3, **options),
         batch=images,
         blocks=blocks,
-        plan=plan,
         context=IMAGES,
         is_divisible=is_divisible,
     )
@@ -260,9 +259,7 @@ PATCHES: dict[str, Any] = {
 }
 STAGES: dict[str, Any] = {"num_stages": 2, "patch_size": 2, "drop_path_rate": 0}
 LEVELS: dict[str, Any] = {"hidden_sizes": [8, 16], "depths": [1, 1]}
-LAYER_OF_ALBERT = "albert.encoder.albert_layer_groups.*.albert_layers.*"
-ATTENTION_OF_SWIN = "swin.encoder.layers.*.blocks.*.attention"
-LAYER_OF_CONVNEXT = "convnext.encoder.stages.*.layers.*"
+MODERN: dict[str, Any] = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
 PICTURES: dict[str, Any] = {"image_size": 16, "patch_size": 8}
 
 FAMILIES: dict[str, Family] = {
@@ -274,6 +271,12 @@ FAMILIES: dict[str, Family] = {
     "Gemma 2": decoder("Gemma2", **GROUPED, head_dim=8, sliding_window=4, query_pre_attn_scalar=8),
     "Gemma 3": decoder("Gemma3", config="Gemma3TextConfig", **GROUPED, head_dim=8, sliding_window=4),
     "Phi-3": decoder("Phi3", **GROUPED),
+    "Phi": decoder("Phi"),
+    "Gemma": decoder("Gemma", **GROUPED, head_dim=8),
+    "OLMo 2": decoder("Olmo2", **GROUPED),
+    "StableLM": decoder("StableLm", **GROUPED),
+    "Falcon": decoder("Falcon", multi_query=False),
+    "OPT": decoder("OPT", ffn_dim=48, word_embed_proj_dim=32, dropout=0),
     "GPT-NeoX": decoder("GPTNeoX", blocks="GPTNeoXLayer"),
     "GPT-2": Family(
         make=partial(
@@ -339,13 +342,20 @@ FAMILIES: dict[str, Family] = {
         context=TWO_STACKS,
     ),
     "BERT": masked("Bert", "BertLayer"),
-    "ALBERT": masked(
-        "Albert",
-        "AlbertLayerGroup",
-        embedding_size=16,
-        plan=columns_and_rows(
-            [f"{LAYER_OF_ALBERT}.ffn"], [f"{LAYER_OF_ALBERT}.ffn_output"], "albert.embeddings.word_embeddings"
+    "ALBERT": masked("Albert", "AlbertLayerGroup", embedding_size=16),
+    "RoBERTa": masked("Roberta", "RobertaLayer", context=OWN_POSITIONS, pad_token_id=1),
+    "ModernBERT": masked("ModernBert", "ModernBertEncoderLayer", **MODERN, local_attention=4),
+    "DistilBERT": Family(
+        make=partial(
+            of_transformers,
+            "DistilBertForMaskedLM",
+            "DistilBertConfig",
+            **{"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
+            **{"max_position_embeddings": 64, "dropout": 0, "attention_dropout": 0},
         ),
+        batch=padded_text,
+        blocks="TransformerBlock",
+        context=False,
     ),
     "ViT": classifier("ViT", "ViTLayer", **LAYERS, **NO_DROPOUT, **PICTURES),
     "CLIP": Family(
@@ -384,17 +394,8 @@ FAMILIES: dict[str, Family] = {
         blocks="Wav2Vec2EncoderLayer",
         context=SOUNDS,
     ),
-    "Swin": classifier(
-        "Swin",
-        "SwinStage",
-        **PATCHES,
-        **NO_DROPOUT,
-        drop_path_rate=0,
-        plan=columns_and_rows(
-            ["swin.encoder.layers.*.blocks.*.mlp.fc1", *(f"{ATTENTION_OF_SWIN}.{name}_proj" for name in "qkv")],
-            ["swin.encoder.layers.*.blocks.*.mlp.fc2", f"{ATTENTION_OF_SWIN}.o_proj"],
-        ),
-    ),
+    "Swin": classifier("Swin", "SwinStage", **PATCHES, **NO_DROPOUT, drop_path_rate=0),
+    "DINOv2": classifier("Dinov2", "Dinov2Layer", **LAYERS, **NO_DROPOUT, **PICTURES, mlp_ratio=2, drop_path_rate=0),
     "Mamba": recurrent("Mamba", "MambaBlock", state_size=4),
     "Mamba-2": recurrent(
         "Mamba2",
@@ -412,21 +413,15 @@ FAMILIES: dict[str, Family] = {
     "Mixtral": decoder("Mixtral", **GROUPED, **EXPERTS, num_local_experts=4),
     "Qwen2-MoE": decoder("Qwen2Moe", **SMALL_EXPERTS, shared_expert_intermediate_size=16),
     "Qwen3-MoE": decoder("Qwen3Moe", **SMALL_EXPERTS, head_dim=8),
+    "OLMoE": decoder("Olmoe", **GROUPED, **EXPERTS, num_experts=4, num_experts_per_tok=2),
     "DeepSeek-V3": decoder("DeepseekV3", **LATENT, **EXPERTS),
-    "ConvNeXt": classifier(
-        "ConvNext",
-        "ConvNextStage",
-        **LEVELS,
-        **STAGES,
-        plan=columns_and_rows([f"{LAYER_OF_CONVNEXT}.pwconv1"], [f"{LAYER_OF_CONVNEXT}.pwconv2"]),
-    ),
+    "ConvNeXt": classifier("ConvNext", "ConvNextStage", **LEVELS, **STAGES),
     "ResNet": classifier("ResNet", "ResNetStage", **LEVELS, embedding_size=8, layer_type="basic", is_divisible=False),
     "TransformerEncoder": Family(
         make=Encoder,
         batch=text,
         blocks="TransformerEncoderLayer",
         context=True,
-        plan=columns_and_rows(["layers.layers.*.linear1", "head"], ["layers.layers.*.linear2"], "embedding"),
     ),
     "LSTM": Family(
         make=Recurrent,
