@@ -112,15 +112,25 @@ def test_gradients_of_local_shards_own_their_memory():
 
 
 def test_writes_to_an_unchanged_redistribution():
-    """A redistribution to the same placements shares memory: autograd refuses gradients that would be wrong."""
-    mesh = alone()
-    tensor, weight = (fd.distribute(torch.ones(4), mesh, Shard(0)) for _ in range(2))
-    product = (tensor * weight.requires_grad_()).sum()
-    tensor.redistribute(Shard(0)).mul_(5)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
-    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
-        (weight * 1).redistribute(Shard(0)).mul_(5)
+    """A redistribution to the same placements is a view: autograd knows of writes to it, and refuses wrong gradients."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2,))
+        tensor, weight = (fd.distribute(torch.ones(5), mesh, Shard(0)) for _ in range(2))
+        product = (tensor * weight.requires_grad_()).sum()
+        tensor.redistribute(Shard(0)).mul_(5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+        for is_viewed in (False, True):
+            viewed = weight * 2
+            view = viewed.redistribute(Shard(0))
+            view.mul_(5)
+            assert viewed.full_tensor().tolist() == [10.0] * 5
+            weight.grad = None
+            ((viewed if is_viewed else view) * torch.ones(())).sum().backward()
+            assert weight.grad.full_tensor().tolist() == [10.0] * 5
+
+    run_ranks(program, 2)
 
 
 def test_gradient_of_a_product_with_zeros():
