@@ -45,7 +45,10 @@ SUBJECTS = {
     ],
     "collectives": [
         *(f"{COLLECTIVES}/test_{name}.py" for name in ("signatures", "collective_autograd", "compiled_collectives")),
-        *(f"{COLLECTIVES}/test_{name}.py" for name in ("default_device", "inference_mode", "other_differentiation", "views")),
+        *(
+            f"{COLLECTIVES}/test_{name}.py"
+            for name in ("default_device", "inference_mode", "other_differentiation", "views")
+        ),
         "tests/unit/rpc/test_rpc_context.py",
         "tests/unit/rpc/test_rpc_values.py",
         "tests/unit/cli/test_doctor.py",
