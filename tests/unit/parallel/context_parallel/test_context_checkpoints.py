@@ -85,7 +85,16 @@ def test_reentrant_checkpoints_are_run_anew_over_all_ranks(method, backward, nes
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    "backward", [by_method, by_inputs, by_function, by_function_of_outputs, by_grad, by_grad_of_a_dict]
+    "backward",
+    [
+        *(by_method, by_inputs, by_function, by_function_of_outputs, by_grad),
+        pytest.param(
+            by_grad_of_a_dict,
+            marks=pytest.mark.skipif(
+                "dict" not in torch.autograd.grad.__doc__, reason="autograd.grad of this torch takes no dict of inputs"
+            ),
+        ),
+    ],
 )
 def test_checkpoints_are_run_anew_over_all_ranks(method, backward):
     """All ways to call backward inside of the block; a wrong mode raises CheckpointError."""
@@ -121,9 +130,9 @@ def test_wrong_gradients_raise_as_without_the_block():
         scaled_dot_product_attention(q, q, q)
         with pytest.raises(RuntimeError, match="scalar outputs"):
             (x * 2).backward()
-        with pytest.raises(RuntimeError, match="does not fit"):
+        with pytest.raises(RuntimeError, match=r"does not fit|Mismatch in shape"):
             torch.autograd.grad(x * 2, x, torch.ones(2, 3))
-        with pytest.raises(RuntimeError, match="does not fit"):
+        with pytest.raises(RuntimeError, match=r"does not fit|Mismatch in shape"):
             torch.autograd.backward(x * 2, torch.ones(1))
         with pytest.raises(RuntimeError, match="cannot be empty"):
             torch.autograd.backward((x * 2).sum(), inputs=[])

@@ -593,7 +593,7 @@ def test_an_error_on_one_rank_is_one_on_all(backend):
         note = f"This was in module '0.0' of a parallelized model, on rank {group.rank} of group {group.name!r}."
         assert sys.version_info < (3, 11) or caught.value.__notes__ == [note]
         model(x)
-        kind, message = RankFailedError, r"failed on rank 1 of group '.*', in module '0.0': RuntimeError: mat1 and"
+        kind, message = RankFailedError, r"failed on rank 1 of group '.*', in module '0.0': RuntimeError: .*mat1 and"
         if group.rank == 1:
             kind, message = RuntimeError, "shapes cannot be multiplied"
         with pytest.raises(kind, match=message):
