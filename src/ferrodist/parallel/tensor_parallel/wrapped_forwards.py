@@ -284,6 +284,9 @@ class ReplicatedForward:
 _MODEL_COUNTS = "tensor_parallel.model_counts"
 """The group attachment that has, for each mesh, the number of parallel models that were made on it."""
 
+_WITH_GRADIENTS = "tensor_parallel.with_gradients"
+"""The group attachment that has the meshes on which a forward with gradients ran: ranks may be in a backward there."""
+
 
 class ParallelState:
     """The state that the modules of a parallel model share; ``number`` counts the models that the mesh's ranks made.
@@ -336,6 +339,8 @@ class ParallelState:
             self.backward_check.forget()  # the records of a backward that raised
         self.failed_path = ""
         try:
+            if not is_in_backward:
+                self._leave_backward()
             with self.checking(self.forward_check):
                 self.forward_check.path = path
                 yield
@@ -343,6 +348,24 @@ class ParallelState:
             if not is_in_backward:  # where torch's activation checkpoints end a forward by an error
                 self._report(error, self.failed_path or path, is_by_model=is_by_model)
             raise
+
+    def _leave_backward(self) -> None:
+        """Raise CollectiveMismatchError if another rank is in a backward still, in that of any model on the mesh.
+
+        Collectives of this forward may look like those of that backward, and would take their elements. All ranks call
+        this before a forward; it is an exchange once a forward with gradients has run.
+        """
+        group, identity = self.mesh.group, self.mesh.identity
+        with_gradients: set[Any] = self.mesh.parent.attachments.setdefault(_WITH_GRADIENTS, set())
+        # With `checks` the forward begins by an exchange anyway.
+        if identity in with_gradients and group.world_size > 1 and not self.checks:
+            with add_error_context(
+                lambda: f"Rank {group.rank} was at the beginning of a forward of a parallelized model.",
+                "A rank whose backward raises must not go on: let the error end its program.",
+            ):
+                share_bytes(group, "begin forward", b"", group.timeout)
+        if torch.is_grad_enabled():
+            with_gradients.add(identity)
 
     def _report(self, error: Exception, path: str, *, is_by_model: bool) -> None:
         where = f"module {path!r}" if path else "the model"

@@ -620,6 +620,67 @@ def test_an_error_after_the_last_collective():
     run_ranks(program, 2, timeout=30)
 
 
+class FailsOnRank0(torch.autograd.Function):
+    """An identity whose gradient raises on rank 0."""
+
+    @staticmethod
+    def forward(ctx, x, rank):
+        ctx.rank = rank
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.rank == 0:
+            raise ValueError("an error in backward")
+        return grad, None
+
+
+@pytest.mark.parametrize("backend", ["simulated", "native-threads"])
+@pytest.mark.parametrize("next_forward", ["same", "no_grad", "other model"])
+def test_a_forward_after_an_error_in_backward(next_forward, backend):
+    """Its collectives are like those that the others call in the backward, and never take their elements."""
+
+    def program(group):
+        mesh, plan = mesh_of(group), {"0": ColumnParallel(), "1": RowParallel()}
+        model, other = (fd.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh, plan) for _ in range(2))
+        x = torch.ones(2, 4, requires_grad=True)
+        result = FailsOnRank0.apply(model(x), group.rank).sum()
+        if group.rank == 0:
+            with pytest.raises(ValueError, match="an error in backward"):
+                result.backward()
+            with (
+                torch.set_grad_enabled(next_forward != "no_grad"),
+                pytest.raises(CollectiveMismatchError, match=r"begin forward.* backward raises must not go on"),
+            ):
+                (other if next_forward == "other model" else model)(x)
+        else:
+            with pytest.raises(CollectiveMismatchError, match="begin forward"):
+                result.backward()
+
+    run_ranks(program, 2, backend=backend, timeout=20)
+
+
+def test_exchanges_before_forwards():
+    """One before each, once a forward with gradients has run: serving has none."""
+
+    def program(group):
+        model = fd.parallelize(nn.Linear(4, 4), mesh_of(group), {"": ColumnParallel()})
+        x = torch.ones(2, 4)
+
+        def count(forward):
+            before = group.verifier.reserve()
+            forward()
+            return group.verifier.reserve() - before - 1
+
+        counts = []
+        for has_gradients in (False, True, False):
+            with torch.set_grad_enabled(has_gradients):
+                counts.append([count(lambda: model(x)) for _ in range(2)])
+        assert counts == [[1, 1], [1, 2], [2, 2]]
+
+    run_ranks(program, 2)
+
+
 def test_an_operator_without_a_rule_names_the_module():
     """Else users of a library's model could not find the place."""
 
