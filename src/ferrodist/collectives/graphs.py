@@ -15,7 +15,7 @@ Checkpoints keep the results of these operators, for the compiler can't compute 
 
 from __future__ import annotations
 
-from itertools import takewhile
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -115,10 +115,11 @@ def after_the_last(call: Callable[[torch.Tensor | None], torch.Tensor]) -> torch
     if tracer is None:
         return call(None)
     last_results = _last_results.setdefault(tracer, {})
-    before = next(reversed(tracer.graph.nodes), None)
+    nodes = tracer.graph.nodes
+    num_before = len(nodes)
     result = last_results[is_backward] = call(last_results.get(is_backward))
-    for node in () if is_backward else takewhile(lambda node: node is not before, reversed(tracer.graph.nodes)):
-        if "recompute" in node.meta:  # a checkpoint's
+    for node in islice(reversed(nodes), len(nodes) - num_before):
+        if "recompute" in node.meta and not is_backward:  # a checkpoint's
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return result
 
