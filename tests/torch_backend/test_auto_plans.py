@@ -287,6 +287,24 @@ def test_a_plan_of_no_layer_warns():
         fd.describe_plan(model, mesh, "auto")
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_models_of_ones_own():
+    """A layer without features, and a method called as one of transformers."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layers = {"fc1": nn.Linear(4, 6), "fc2": nn.Linear(6, 4)}, {"fc1": nn.Linear(4, 0), "fc2": nn.Linear(0, 4)}
+            self.layers = nn.ModuleList(map(nn.ModuleDict, layers))
+
+        def get_input_embeddings(self, ids):
+            return ids
+
+    mesh = fd.DeviceMesh(fd.SimulatedBackend.create_group(2)[0], (-1,), ("tensor",))
+    shown = str(fd.describe_plan(Own(), mesh, "auto"))
+    assert "layers.0.fc1.weight" in shown
+
+
 def test_describe_plan():
     """Placements, bytes and collectives, of a model on the meta device, without another rank's help."""
     mesh = fd.DeviceMesh(fd.SimulatedBackend.create_group(2)[0], (-1,), ("tensor",))

@@ -9,6 +9,7 @@ The files' tensors become entries of a manifest, under the names that the model 
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import msgspec
@@ -142,8 +143,9 @@ def _share_headers(storage: Storage, group: Backend, deadline: Deadline) -> Mani
 def _refuse_adapters(model: torch.nn.Module) -> None:
     """Raise ValueError for layers that PEFT has wrapped, whose names are not those of the files."""
     for path, _ in model.named_modules():
-        if path.rpartition(".")[2] == "base_layer":
-            around = path.rpartition(".")[0]
+        around = path.rpartition(".")[0]
+        is_of_peft = any(kind.__module__.startswith("peft.") for kind in type(model.get_submodule(around)).__mro__)
+        if is_of_peft and path.rpartition(".")[2] == "base_layer":
             raise ValueError(
                 f"module {around!r} ({type(model.get_submodule(around)).__name__}) is an adapter around {path!r}: load"
                 " the model first, on the CPU, and add its adapters then"
@@ -169,7 +171,7 @@ def _find_parts(model: torch.nn.Module) -> list[_Part]:
     found: list[_Part] = []
     for each in unwrap_modules(model):
         stages = getattr(each, "inner_modules", None)
-        modules: list[Any] = [each] if stages is None else [stage for _, stage in stages()]
+        modules: list[Any] = [stage for _, stage in stages()] if inspect.ismethod(stages) else [each]
         found += [module for module in modules if hasattr(module, "whole_model")]
     return found
 

@@ -131,6 +131,7 @@ class DTensor(torch.Tensor):
                 for index, value in cached.positions:
                     local[index] = value
                 result = cached.local(*local, **kwargs) if kwargs else cached.local(*local)
+                # A view without an offset, outside of inference mode, is wrapped as any result: see `_wrap_view`.
                 if dispatch_kind is _RESULT or (
                     cached.is_at_start
                     and args[0]._view_copy is None

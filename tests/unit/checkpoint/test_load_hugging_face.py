@@ -423,6 +423,8 @@ def test_models_with_adapters_are_refused(tmp_path):
     """Their layers have other names than the files; the error says what to do."""
 
     class Adapted(nn.Module):
+        __module__ = "peft.tuners.lora.layer"
+
         def __init__(self):
             super().__init__()
             self.base_layer = nn.Linear(3, 2)
@@ -430,6 +432,23 @@ def test_models_with_adapters_are_refused(tmp_path):
     save_linear(tmp_path)
     for message in fails(tmp_path, lambda _: nn.Sequential(Adapted())):
         assert "module '0' (Adapted) is an adapter around '0.base_layer': load the model first" in message
+
+
+def test_names_of_modules_of_ones_own(tmp_path):
+    """A module may be called as a layer of PEFT, and have an attribute called as a method of a pipeline."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base_layer = nn.Linear(3, 2)
+            self.inner_modules = nn.ModuleList([nn.Linear(2, 2)])
+
+    model = Model()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    loaded = Model()
+    load_hugging_face(tmp_path, loaded)
+    assert torch.equal(loaded.base_layer.weight, model.base_layer.weight)
+    assert torch.equal(loaded.inner_modules[0].weight, model.inner_modules[0].weight)
 
 
 def test_tensors_that_no_stage_has(tmp_path):

@@ -97,15 +97,15 @@ def context_parallel(
     try:
         with mode:
             yield
+        if not mode.num_calls:
+            raise RuntimeError(  # noqa: TRY301 - the other ranks learn of it, too
+                "context_parallel: nothing inside of the block called"
+                " torch.nn.functional.scaled_dot_product_attention, so attention saw this rank's tokens only. Make a"
+                ' model of Hugging Face with attn_implementation="sdpa"'
+            )
     except Exception as error:
         report_failure(group, "context_parallel", error)
         raise
-    if not mode.num_calls:
-        raise RuntimeError(
-            "context_parallel: nothing inside of the block called"
-            " torch.nn.functional.scaled_dot_product_attention, so attention saw this rank's tokens only. Make a model"
-            ' of Hugging Face with attn_implementation="sdpa"'
-        )
 
 
 class _AttentionMode(TorchFunctionMode):

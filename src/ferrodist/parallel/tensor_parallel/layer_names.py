@@ -15,6 +15,7 @@ from torch import nn
 
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, RowParallel, Style, VocabularyParallel
 from ferrodist.tensor.placement import Replicate, Shard
+from ferrodist.transformers_models import is_transformers_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -151,7 +152,7 @@ def _feed_forward(module: nn.Module) -> Iterator[tuple[nn.Module, Style]]:
             continue
         *first, last = layers
         inner = last.shape[1]
-        if all(layer.shape[0] % inner == 0 for layer in first):  # a gate may be fused with what it gates
+        if inner and all(layer.shape[0] % inner == 0 for layer in first):  # a gate may be fused with what it gates
             for layer in first:
                 yield layer.module, layer.column_style(layer.shape[0] // inner)
             yield last.module, last.row_style()
@@ -185,7 +186,7 @@ def plan_by_names(model: nn.Module) -> dict[str, Style]:
 def _ends(paths: Mapping[nn.Module, str]) -> dict[str, Style]:
     """The styles of the token embeddings and the heads that models of transformers, and models in these, name."""
     found: dict[str, Style] = {}
-    for module in paths:
+    for module in filter(is_transformers_model, paths):
         for getter, kind, style in (
             ("get_input_embeddings", nn.Embedding, VocabularyParallel()),
             ("get_output_embeddings", nn.Linear, ColumnParallel(outputs=Replicate())),
@@ -193,7 +194,7 @@ def _ends(paths: Mapping[nn.Module, str]) -> dict[str, Style]:
             try:
                 end = getattr(module, getter)()
             except (AttributeError, NotImplementedError):
-                continue  # not a model of transformers, or one without
+                continue  # a model without
             if isinstance(end, kind) and end in paths:
                 found.setdefault(paths[end], style)
     return found

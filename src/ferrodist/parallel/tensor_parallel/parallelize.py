@@ -10,7 +10,7 @@ from torch import nn
 from ferrodist.arguments import check_bool, check_type
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.deadline import Deadline
-from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
+from ferrodist.errors import CollectiveMismatchError
 from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.module_init import (
     LeaveEmpty,
@@ -207,8 +207,8 @@ def shard_module(
             styles = resolve_plan(module, read_plan(module, plan))
             placements = parameter_placements(module, styles)
             check_tensors(module, init)
-    except (TypeError, ValueError, UnsupportedOpError) as error:
-        failure = error  # the other ranks are told below, else they would wait for this one
+    except Exception as error:  # noqa: BLE001 - the other ranks learn it below, else they would wait for this one
+        failure = error
     lines = [] if failure else [f"the settings {settings!r}", *plan_lines(module, styles, placements)]
     deadline = Deadline(mesh.group.timeout)
     name = type(module).__name__
@@ -218,7 +218,7 @@ def shard_module(
         _distribute(module, mesh, placements, init, replaced)
     except BaseException as error:
         for owner, tensors in replaced:
-            _restore(owner, tensors)
+            restore_tensors(owner, tensors)
         if isinstance(error, Exception):
             report_failure(mesh.group, f"parallelize of {with_article(name)}", error)
         raise
@@ -271,7 +271,7 @@ def _distribute(
                 own_buffers(owner)[key] = made[buffer]
 
 
-def _restore(owner: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> None:
+def restore_tensors(owner: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> None:
     """Give a module its own parameters and buffers of before."""
     for key, tensor in tensors.items():
         if key in own_parameters(owner):

@@ -8,11 +8,11 @@ from torch import nn
 
 from ferrodist.arguments import check_bool, check_type
 from ferrodist.deadline import Deadline
-from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.module_init import verify_across_ranks
 from ferrodist.parallel.tensor_parallel.experts import ExpertParallel
-from ferrodist.parallel.tensor_parallel.parallelize import check_mesh, shard_module
+from ferrodist.parallel.tensor_parallel.parallelize import check_mesh, restore_tensors, shard_module
 from ferrodist.parallel.tensor_parallel.plan import check_tensors, parameter_placements, resolve_plan
+from ferrodist.torch_private.modules import own_buffers, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,15 +61,26 @@ def parallelize_experts(
         check_bool("averages_gradients", averages_gradients)
         styles = _resolve(module, plan)
         lines = [f"the style {style} for {path!r}" for path, style in styles.items()]
-    except (TypeError, ValueError, UnsupportedOpError) as error:
-        failure = error  # the other ranks are told below, else they would wait for this one
+    except Exception as error:  # noqa: BLE001 - the other ranks learn it below, else they would wait for this one
+        failure = error
     name = type(module).__name__
     lines.append(f"averages_gradients={averages_gradients}")
     deadline = Deadline(mesh.group.timeout)
     verify_across_ranks(lines, mesh.group, deadline, maker="parallelize_experts", module=name, failure=failure)
+    before = [
+        (owner, {**own_parameters(owner), **own_buffers(owner)})
+        for path in styles
+        for owner in module.get_submodule(path).modules()
+    ]
+    try:
+        for path, style in styles.items():
+            shard_module(module.get_submodule(path), mesh, {"": style})
+    except BaseException:
+        for owner, tensors in before:
+            restore_tensors(owner, tensors)
+        raise
     for path, style in styles.items():
         experts = module.get_submodule(path)
-        shard_module(experts, mesh, {"": style})
         scale = 1 / mesh.size if averages_gradients else 1.0
         experts.forward = style.make_forward(experts, mesh, takes_own_tokens=True, grad_scale=scale)
     return module

@@ -1,6 +1,7 @@
 """`context_parallel` and `ulysses_attention`: attention of calls and of whole models over a sharded sequence."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ferrodist as fd
+from ferrodist.errors import RankFailedError
 from ferrodist.parallel.context_parallel import layout
 from ferrodist.testing import run_ranks
 
@@ -404,6 +406,20 @@ def test_wrong_arguments_of_the_block():
             pass
         with pytest.raises(RuntimeError, match="sdpa"), fd.context_parallel(mesh["context"]):
             torch.ones(1) + 1
+
+
+def test_a_block_without_attention_on_one_rank_is_an_error_on_all():
+    """At once, and not when the other ranks' time is over."""
+
+    def program(group):
+        mesh, q = fd.DeviceMesh(group, (2,), ("context",)), torch.ones(1, 1, 2, 4)
+        kind, match = (RuntimeError, "sdpa") if group.rank == 0 else (RankFailedError, "nothing inside of the block")
+        with pytest.raises(kind, match=match), fd.context_parallel(mesh):
+            _ = scaled_dot_product_attention(q, q, q) if group.rank == 1 else None
+
+    begin = time.monotonic()
+    run_ranks(program, 2, timeout=30)
+    assert time.monotonic() - begin < 8
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler looks at the .grad of all inputs, and at much else

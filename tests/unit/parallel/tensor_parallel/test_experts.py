@@ -428,6 +428,24 @@ def test_a_bad_plan_changes_nothing(case):
     run_ranks(program, 2)
 
 
+def test_experts_that_cannot_be_initialised_leave_the_others_as_they_were():
+    """Those of modules before are plain again."""
+
+    class Uninitialised(Experts):
+        def reset_parameters(self):
+            raise KeyError("on purpose")
+
+    def program(group):
+        model = nn.ModuleDict({"first": Experts(), "second": Uninitialised().to("meta")})
+        before = list(model.parameters())
+        with pytest.raises(KeyError, match="on purpose"):
+            fd.parallelize_experts(model, mesh_of(group), dict.fromkeys(model, ExpertParallel()))
+        assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+        assert not any("forward" in vars(module) for module in model.modules())
+
+    run_ranks(program, 2, timeout=20)
+
+
 @pytest.mark.parametrize(
     ("value", "kind"), [(0, ValueError), (float("inf"), ValueError), ("2", TypeError), (True, TypeError)]
 )

@@ -452,6 +452,26 @@ def test_a_wrong_argument_on_one_rank_is_an_error_on_all(option, message):
     run_ranks(program, 2, timeout=20)
 
 
+def test_a_plan_that_cannot_be_read_on_one_rank_is_an_error_on_all():
+    """Whatever its error: the plan may call the model's code."""
+
+    class Unreadable(dict):
+        def items(self):
+            raise KeyError("on purpose")
+
+        __iter__ = keys = values = items
+
+        def __len__(self):
+            return 1
+
+    def program(group):
+        plan = {"up": ColumnParallel()} if group.rank == 0 else Unreadable()
+        with pytest.raises(KeyError if group.rank == 1 else UnsupportedOpError, match="on purpose"):
+            fd.parallelize(Network(), mesh_of(group), plan)
+
+    run_ranks(program, 2, timeout=20)
+
+
 @pytest.mark.parametrize("where", ["all ranks", "rank 1"])
 def test_an_initialiser_that_raises_leaves_the_model_as_it_was(where):
     """Parameters of modules before are plain and on the meta device again, also if another rank's raised."""
