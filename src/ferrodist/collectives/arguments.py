@@ -122,8 +122,8 @@ def compute_shard_sizes(total: int, world_size: int) -> list[int]:
     """Divide ``total`` elements over ranks as evenly as possible: the first ranks get one more."""
     if total < 0 or world_size < 1:
         raise ValueError(f"cannot divide {counted(total, 'element')} over {counted(world_size, 'rank')}")
-    share, rest = divmod(total, world_size)
-    return [share + (rank < rest) for rank in range(world_size)]
+    # Also of a total that the compiler traces, which has no divmod; a comparison would bind the graph to few totals.
+    return [(total + world_size - 1 - rank) // world_size for rank in range(world_size)]
 
 
 def offsets_of(sizes: Sequence[int]) -> list[int]:

@@ -9,14 +9,18 @@ become part of the graph. In place of the engine's run, `execute` calls the oper
 Operators run in the order of the program, and also where nothing takes their results: other ranks wait for them. The
 compiler knows that they have effects. Inductor doesn't keep the order of such operators in all versions of torch, so
 each also takes the result of the one before it, which it doesn't read.
+
+Checkpoints keep the results of these operators, for the compiler can't compute again what has effects.
 """
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ferrodist.backends.base import Backend
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
@@ -108,8 +112,15 @@ _last_results: WeakKeyDictionary[Any, dict[bool, torch.Tensor]] = WeakKeyDiction
 def after_the_last(call: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
     """The result of an operator that takes the last one's result, so that a graph sends in the program's order."""
     tracer, is_backward = find_tracer(), current_graph_task() != -1
-    last_results = {} if tracer is None else _last_results.setdefault(tracer, {})
+    if tracer is None:
+        return call(None)
+    last_results = _last_results.setdefault(tracer, {})
+    nodes = tracer.graph.nodes
+    num_before = len(nodes)
     result = last_results[is_backward] = call(last_results.get(is_backward))
+    for node in islice(reversed(nodes), len(nodes) - num_before):
+        if "recompute" in node.meta and not is_backward:  # a checkpoint's
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return result
 
 

@@ -119,7 +119,7 @@ def has_effects(operator: Any) -> None:
         return
 
 
-def find_tracer() -> object | None:
+def find_tracer() -> Any:
     """The tracer of the graph that is being made of this thread's operations, or None."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # noqa: PLC0415 - large
 

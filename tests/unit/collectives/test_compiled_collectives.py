@@ -21,34 +21,46 @@ def _compiler():
 
 
 def check(collectives, group, backend):
-    """Compare the results and gradients of a compiled function with those of the eager one, in two steps."""
+    """Compare results and gradients of a compiled function with those of the eager one: in two steps, three lengths."""
 
-    def results_of(function, scale):
-        inputs = (torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3) * scale).requires_grad_()
-        out = torch.zeros(2, 3, dtype=torch.float64)
+    def results_of(function, scale, length):
+        inputs = (torch.linspace(-1, 1, 2 * length, dtype=torch.float64).view(2, length) * scale).requires_grad_()
+        out = torch.zeros(2, length, dtype=torch.float64)
         result = function(inputs, out)
         result.backward()
         return result.detach(), out, inputs.grad
 
     compiled = torch.compile(collectives, backend=backend, fullgraph=True)
-    for step in range(2):
-        torch._dynamo.config.error_on_recompile = step > 0
+    for step, length in enumerate((3, 3, 5, 8)):
+        torch._dynamo.config.error_on_recompile = step == 1
         scale = group.rank + step + 1
-        torch.testing.assert_close(results_of(compiled, scale), results_of(collectives, scale), rtol=0, atol=0)
-    torch._dynamo.config.error_on_recompile = False
+        torch.testing.assert_close(
+            results_of(compiled, scale, length), results_of(collectives, scale, length), rtol=0, atol=0
+        )
+
+
+def keeping(graphs):
+    """A backend of the compiler that keeps the graphs, which it runs as they are."""
+    aot_autograd = importlib.import_module("torch._dynamo.backends.common").aot_autograd
+    make_boxed_func = importlib.import_module("functorch.compile").make_boxed_func
+
+    def keep(graph, _):
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=keep)
+
+
+def calls_in(graph):
+    """The nodes of a graph that call a collective."""
+    return [node for node in graph.nodes if torch.ops.ferrodist.collective.default in node.args]
 
 
 def test_operators_of_one_graph():
     """With gradients; in order, also where nothing takes a result: each has the result of the one before it."""
 
     def program(group):
-        aot_autograd = importlib.import_module("torch._dynamo.backends.common").aot_autograd
-        make_boxed_func = importlib.import_module("functorch.compile").make_boxed_func
         graphs = []
-
-        def keep(graph, _):
-            graphs.append(graph.graph)
-            return make_boxed_func(graph.forward)
 
         def collectives(inputs, out):
             gathered = fd.all_gather(inputs * 2, 1, group=group)
@@ -58,10 +70,8 @@ def test_operators_of_one_graph():
             copied = fd.broadcast(rows.detach(), 0, group=group)  # which rank 0 doesn't use
             return fd.allreduce(rows if group.rank == 0 else rows + copied, group=group).square().sum()
 
-        check(collectives, group, aot_autograd(fw_compiler=keep))
-        forward, backward = (
-            [node for node in graph.nodes if torch.ops.ferrodist.collective.default in node.args] for graph in graphs
-        )
+        check(collectives, group, keeping(graphs))
+        forward, backward = (calls_in(graph) for graph in graphs[:2])
         assert (len(forward), len(backward)) == (6, 4)
         for calls in (forward, backward):
             before = [node.args[3] and node.args[3].args[0] for node in calls]
@@ -74,16 +84,38 @@ def test_calls_of_one_graph():
     """Of the other collectives, and with other arguments."""
 
     def program(group):
-        send, receive = ([2, 4], [2, 1]) if group.rank == 0 else ([1, 5], [4, 5])
-
         def collectives(inputs, out):
+            size = inputs.numel()
+            send, receive = ([2, size - 2], [2, 1]) if group.rank == 0 else ([1, size - 1], [size - 2, size - 1])
             largest = fd.allreduce(inputs, fd.ReduceOp.MAX, group=group, timeout=20.0)
             first, _ = fd.all_to_all([largest, inputs + 1], group=group)
-            uneven = fd.all_to_all_single_uneven(first.view(6), send, receive, group=group)
-            fd.all_gather(inputs.detach()[0], group=group, out=out[:, :3].view(6))
-            return fd.reduce(uneven.sum(), 0, group=group).sum() + largest.sum()
+            uneven = fd.all_to_all_single_uneven(first.view(-1), send, receive, group=group)
+            columns = fd.reduce_scatter(inputs.sin(), dim=1, group=group)
+            fd.all_gather(inputs.detach()[0], group=group, out=out[:, : inputs.shape[1]].view(-1))
+            return fd.reduce(uneven.sum(), 0, group=group).sum() + largest.sum() + columns.square().sum()
 
         check(collectives, group, "eager")
+
+    run_ranks(program, 2, backend="native")
+
+
+def test_checkpoints():
+    """Also with calls whose results nothing takes; the backward sends gradients, and nothing again."""
+
+    def program(group):
+        graphs = []
+
+        def layer(inputs):
+            fd.broadcast(inputs.detach(), 0, group=group)
+            return fd.allreduce(inputs.sin(), group=group).cos()
+
+        def collectives(inputs, _):
+            for _ in range(2):
+                inputs = torch.utils.checkpoint.checkpoint(layer, inputs, use_reentrant=False)
+            return fd.allreduce(inputs, group=group).sum()
+
+        check(collectives, group, keeping(graphs))
+        assert [len(calls_in(graph)) for graph in graphs[:2]] == [5, 3]
 
     run_ranks(program, 2, backend="native")
 
