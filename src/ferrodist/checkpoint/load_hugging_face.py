@@ -160,10 +160,10 @@ class _Part(Protocol):
         """The whole model's ``code``, ``shapes`` and ``tied`` names."""
 
     def materialise(self, init: Initialiser | None = None) -> None:
-        """Make its tensors on the meta device real."""
+        """Make the stage's tensors on the meta device real."""
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Its modules by their names in the whole model."""
+        """The stage's modules by their names in the whole model."""
 
 
 def _find_parts(model: torch.nn.Module) -> list[_Part]:

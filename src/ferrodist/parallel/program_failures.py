@@ -1,4 +1,4 @@
-"""Failures of the program on some ranks, inside of what all ranks do together: the others learn of them."""
+"""Reports of a program's failure on some ranks to the other ranks of a collective step."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ class _GradientsBehind:
 
     Args:
         arguments: The call.
-        pieces: Its pieces.
+        pieces: The pieces of all ranks' keys.
         own: This rank's keys and values.
         overlap: As of `ring_attention`.
     """

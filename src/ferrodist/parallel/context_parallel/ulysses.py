@@ -155,7 +155,7 @@ def _exchange_pieces(
 
 
 def _empty(x: torch.Tensor, lengths: Sequence[int], rank: int, *, to_heads: bool) -> torch.Tensor:
-    """A tensor for what an exchange of ``x`` gives."""
+    """A tensor for the result of an exchange of ``x``."""
     size = len(lengths)
     tokens, heads = (sum(lengths), x.shape[1] // size) if to_heads else (lengths[rank], x.shape[1] * size)
     return empty_by_tokens((x.shape[0], heads, tokens, x.shape[3]), x.dtype, x.device)

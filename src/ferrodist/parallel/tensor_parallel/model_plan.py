@@ -112,7 +112,7 @@ def find_model_plan(module: nn.Module) -> dict[str, Style]:
 
 
 def _has_layers(module: nn.Module, plan: Iterable[str]) -> bool:
-    """Whether a plan names a module inside of a list."""
+    """Return whether a plan names a module inside of a list."""
     paths = [path for path, _ in module.named_modules() if any(part.isdecimal() for part in path.split("."))]
     return any(_matching(pattern, paths) for pattern in plan)
 

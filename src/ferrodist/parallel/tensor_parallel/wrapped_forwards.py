@@ -256,7 +256,7 @@ class ReplicatedForward:
         return map_nested(_gather, result) if gathers else result
 
     def _describe_call(self) -> tuple[str, str]:
-        """What must be the same on all ranks, for `ReplicaCheck.record_call`."""
+        """The facts of a call that must be the same on all ranks, for `ReplicaCheck.record_call`."""
         module: Any = getattr(inspect.unwrap(self._forward), "__self__", None)
         trained = [] if module is None else [one.requires_grad for one in module.parameters()]
         words = (
