@@ -28,7 +28,7 @@ from ferrodist.parallel.program_failures import report_failure
 from ferrodist.parallel.tensor_parallel import compiled_forwards
 from ferrodist.parallel.tensor_parallel.compiled_forwards import GraphPlacement, prepare_compiler
 from ferrodist.tensor.dtensor import DTensor, reduce_grad_once
-from ferrodist.tensor.placement import Partial, Placement, Replicate
+from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.tensor.plain_tensors import ACTIVE_CHECK, BACKWARD_CHECKS, is_plain
 from ferrodist.tensor.replica_check import ReplicaCheck
 from ferrodist.tensor.replication_warnings import ReplicationWarnings
@@ -38,6 +38,9 @@ from ferrodist.wording import counted, with_article
 if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
     from ferrodist.parallel.tensor_parallel.styles import IOPlacements
+
+_PLACEMENT_TYPES = (Shard, Replicate, Partial)
+"""`Placement` for code that torch 2.10 compiles: its compiler can't trace isinstance with a union by name."""
 
 
 def map_nested(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -134,7 +137,7 @@ class ShardedForward:
     def _wanted(self, index: int, name: str) -> Placement | None:
         """The placement of an argument, however it is passed."""
         wanted = self._placements.wanted
-        if wanted is None or isinstance(wanted, Placement):
+        if wanted is None or isinstance(wanted, _PLACEMENT_TYPES):
             return wanted
         if isinstance(wanted, Mapping):
             return wanted.get(name)
@@ -173,7 +176,7 @@ class ShardedForward:
             placed = tensor if placement is None else tensor.redistribute(placement)
             return placed.to_local() if is_plain else placed
 
-        if outputs is None or isinstance(outputs, Placement):
+        if outputs is None or isinstance(outputs, _PLACEMENT_TYPES):
             return map_nested(lambda tensor: place(tensor, outputs), result)
         if not isinstance(result, list | tuple) or len(result) != len(outputs):
             has_several = isinstance(result, list | tuple)
