@@ -130,6 +130,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--backend", default="inductor")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # OpenMP's pool of several threads would not survive the forks of the ranks
     print_machine()
     rows, alone = {}, None
     for kind in (*ALONE, *DIVIDED):

@@ -55,6 +55,10 @@ def run_ranks(
     numbers create a ``torch.Generator``, or are processes (``backend="tcp"``). A run that has set the seed on threads
     gives a warning, once in a process.
 
+    Ranks that are forked processes compute with one thread. One that calls ``torch.set_num_threads`` for more waits
+    for ever in its next large operator if this process has computed with several threads before: OpenMP's pool of
+    threads does not survive a fork. Call ``torch.set_num_threads(1)`` first of all in the program that forks.
+
     Args:
         fn: The program of a rank.
         world_size: Number of ranks.
