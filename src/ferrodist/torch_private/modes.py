@@ -28,7 +28,7 @@ num_function_modes: Any = getattr(torch._C, "_len_torch_function_stack", int)
 """Return the number of active function modes of this thread."""
 
 is_in_torch_dispatch_mode: Any = getattr(_python_dispatch, "is_in_torch_dispatch_mode", num_dispatch_modes)
-"""Return whether this thread has an active dispatch mode."""
+"""Return whether a dispatch mode is active: torch has one flag for all threads, which threads in modes can falsify."""
 
 DispatchMode: Any = _python_dispatch.TorchDispatchMode
 """The base class of dispatch modes."""

@@ -11,13 +11,10 @@ import torch
 import ferrodist as fd
 from ferrodist.testing import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler looks at the .grad of all inputs, and at much else
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiler():
-    """Load once what each rank would load."""
-    importlib.import_module("torch._dynamo").lookup_backend("aot_eager")
+pytestmark = [
+    pytest.mark.usefixtures("compiler"),
+    pytest.mark.filterwarnings("ignore"),  # the compiler looks at the .grad of all inputs, and at much else
+]
 
 
 def check(collectives, group, backend):

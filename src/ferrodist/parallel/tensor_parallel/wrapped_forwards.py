@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
     from ferrodist.parallel.tensor_parallel.styles import IOPlacements
 
+_PLACEMENT_TYPES = (Shard, Replicate, Partial)
+"""`Placement` for code that torch 2.10 compiles: its compiler can't trace isinstance with a union by name."""
+
 
 def map_nested(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Apply a function to each tensor in a value, its containers and dataclasses.
@@ -135,7 +138,7 @@ class ShardedForward:
     def _wanted(self, index: int, name: str) -> Placement | None:
         """The placement of an argument, however it is passed."""
         wanted = self._placements.wanted
-        if wanted is None or isinstance(wanted, Placement):
+        if wanted is None or isinstance(wanted, _PLACEMENT_TYPES):
             return wanted
         if isinstance(wanted, Mapping):
             return wanted.get(name)
@@ -176,7 +179,7 @@ class ShardedForward:
                 tensor = tensor.redistribute(placement)
             return tensor.to_local() if is_plain else tensor
 
-        if outputs is None or isinstance(outputs, Placement):
+        if outputs is None or isinstance(outputs, _PLACEMENT_TYPES):
             return map_nested(lambda tensor: place(tensor, outputs), result)
         if not isinstance(result, list | tuple) or len(result) != len(outputs):
             has_several = isinstance(result, list | tuple)

@@ -422,6 +422,7 @@ def test_a_block_without_attention_on_one_rank_is_an_error_on_all():
     assert time.monotonic() - begin < 8
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.filterwarnings("ignore")  # the compiler looks at the .grad of all inputs, and at much else
 def test_compiled_models_break_at_attention():
     """With the results of the eager model: the graphs have all but attention, which the ranks compute together."""

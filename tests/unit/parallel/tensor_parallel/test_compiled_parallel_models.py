@@ -14,15 +14,12 @@ import ferrodist as fd
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.testing import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler looks at the .grad of all inputs, and at much else
+pytestmark = [
+    pytest.mark.usefixtures("compiler"),
+    pytest.mark.filterwarnings("ignore"),  # the compiler looks at the .grad of all inputs, and at much else
+]
 
 TOKENS, WIDTH, LENGTH = 11, 8, 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiler():
-    """Load once what each rank would load, which takes longer than these trainings."""
-    importlib.import_module("torch._dynamo").lookup_backend("aot_eager")
 
 
 class Attention(nn.Module):
