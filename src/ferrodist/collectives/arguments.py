@@ -309,9 +309,9 @@ def flatten_parts(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch
     """The elements of the parts into which sizes divide a dim, part after part, each as `flatten` has them."""
     if _is_outermost(tensor.shape, dim):  # in which the parts follow one another
         return flatten(tensor)
-    parts = tensor.detach().split(list(sizes), dim)
+    parts = torch.split(tensor.detach(), list(sizes), dim)
     flat = tensor.new_empty(tensor.numel())
-    for part, own in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+    for part, own in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
         own.view(part.shape).copy_(part)
     return flat
 
@@ -340,7 +340,8 @@ class OutputBuffer:
             raise self.refusal
         if self.parts:
             with writing_to(self.result):
-                for part, own in zip(self.parts, self.flat.split([one.numel() for one in self.parts]), strict=True):
+                pieces = torch.split(self.flat, [part.numel() for part in self.parts])
+                for part, own in zip(self.parts, pieces, strict=True):
                     part.copy_(own.view(part.shape))
             record_use_on_streams(self.flat)
         elif not self.result.is_inference() and not is_traced(self.result):
@@ -400,7 +401,7 @@ def prepare_out(
     plain = not joined and result.is_contiguous() and not result.is_conj() and not result.is_neg()
     if plain and (out is None or source is None or _may_write(out, source, in_place=in_place)):
         return OutputBuffer(flat=result.detach().view(-1), result=result)
-    parts = result.split(list(sizes), dim) if joined and sizes is not None else (result,)
+    parts = torch.split(result, list(sizes), dim) if joined and sizes is not None else (result,)
     return OutputBuffer(flat=torch.empty(result.numel(), dtype=dtype, device=result.device), result=result, parts=parts)
 
 

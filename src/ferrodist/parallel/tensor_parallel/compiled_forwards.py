@@ -67,7 +67,7 @@ def place(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if made is None or before != state:
         made = tensor.redistribute(placement.wanted)
         setattr(tensor, _PLACED, (state, made))
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:

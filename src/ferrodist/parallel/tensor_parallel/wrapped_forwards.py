@@ -27,7 +27,7 @@ from ferrodist.parallel.backward_hooks import current_backward_id
 from ferrodist.parallel.program_failures import report_failure
 from ferrodist.parallel.tensor_parallel import compiled_forwards
 from ferrodist.parallel.tensor_parallel.compiled_forwards import GraphPlacement, prepare_compiler
-from ferrodist.tensor.dtensor import DTensor, reduce_grad_once
+from ferrodist.tensor.dtensor import DTensor, is_placed, reduce_grad_once
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.tensor.plain_tensors import ACTIVE_CHECK, BACKWARD_CHECKS, is_plain
 from ferrodist.tensor.replica_check import ReplicaCheck
@@ -157,7 +157,7 @@ class ShardedForward:
                 if self._given is None and check is not None and tensor.numel():
                     check.record("the forward", tensor, self._mesh)
                 tensor = DTensor.from_local(tensor, self._mesh, given, shape=shape)
-            if wanted is None or not _is_placed(tensor, wanted):
+            if wanted is None or not is_placed(tensor, wanted):
                 return tensor if wanted is None else tensor.redistribute(wanted)
             has_placed_grads = self._places_grads and isinstance(wanted, Shard)
             if tensor.requires_grad and torch.is_grad_enabled() and not has_placed_grads:
@@ -175,7 +175,7 @@ class ShardedForward:
             if is_compiling() and prepare_compiler():
                 placed = compiled_forwards.place(tensor, self._graph_names[placement])
                 return compiled_forwards.shard(placed) if is_plain else placed
-            if placement is not None and not (self._places_grads and _is_placed(tensor, placement)):
+            if placement is not None and not (self._places_grads and is_placed(tensor, placement)):
                 tensor = tensor.redistribute(placement)
             return tensor.to_local() if is_plain else tensor
 
@@ -193,10 +193,6 @@ class ShardedForward:
             for one, placement in zip(result, outputs, strict=True)
         ]
         return type(result)(*placed) if hasattr(result, "_fields") else type(result)(placed)
-
-
-def _is_placed(tensor: DTensor, placement: Placement) -> bool:
-    return tensor._spec.resolve(placement) is tensor._spec
 
 
 def _placements_in(value: Any) -> list[Placement]:
