@@ -88,10 +88,9 @@ def prepare_compiler() -> bool:
     return True
 
 
-def name_model(check: ReplicaCheck, mesh: DeviceMesh) -> str:
-    """The text for `begin_model` of a parallel model that has a check."""
-    replicates = check.replication_warnings is not None
-    return name_for_graphs(f"model, {replicates=}", (check, mesh), mesh)
+def name_model(check: ReplicaCheck, mesh: DeviceMesh, number: int) -> str:
+    """The text for `begin_model` of a parallel model that has a check; ``number`` counts the models of the mesh."""
+    return name_for_graphs(f"model {number}", (check, mesh), mesh)
 
 
 @run_while_tracing

@@ -344,6 +344,29 @@ def test_experts_and_operators_without_a_rule():
     run_ranks(program, 2, backend="native")
 
 
+class Solver(nn.Module):
+    """With an operator that has no rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 12)
+
+    def forward(self, hidden):
+        found = self.up(hidden)
+        return torch.linalg.lstsq(found, found).solution
+
+
+def test_each_compiled_model_warns_of_operators_without_a_rule():
+    def program(group):
+        mesh = fd.DeviceMesh(group, (2,), ("tensor",))
+        for _ in range(2):
+            model = fd.parallelize(Solver(), mesh, {"up": fd.ColumnParallel()})
+            with pytest.warns(UserWarning, match="lstsq"):
+                torch.compile(model, backend="eager")(torch.ones(4, WIDTH))
+
+    run_ranks(program, 2, backend="native")
+
+
 def test_other_lengths():
     """As of a model that generates tokens: each is compiled, and the results are those of the eager model."""
 
