@@ -182,6 +182,10 @@ def print_table(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[
         print(f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |")
 
 
+_MOST_PANELS = 8
+"""The number of plots below one another."""
+
+
 def draw_bars(
     path: str | Path,
     panels: Mapping[str, Mapping[str, float]],
@@ -195,7 +199,8 @@ def draw_bars(
 
     Args:
         path: The file.
-        panels: The values of bars by their labels, by the titles of the plots that stand below one another.
+        panels: The values of bars by their labels, by the titles of the plots: of few below one another, else in two
+            columns.
         xlabel: What the values are.
         number: The format of the values beside their bars.
         line: A value to draw a line at.
@@ -204,10 +209,12 @@ def draw_bars(
     from matplotlib.figure import Figure  # noqa: PLC0415 - only for plots
 
     color_of = color_of or (lambda label: BLUE if label.startswith("ferrodist") else GRAY)
-    heights = [0.32 * len(values) + 0.7 for values in panels.values()]
-    figure = Figure(figsize=(8, sum(heights)), layout="constrained", dpi=150)
-    plots = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (title, values) in zip(plots, panels.items(), strict=True):
+    num_columns = 1 if len(panels) <= _MOST_PANELS else 2
+    sizes = [0.32 * len(values) + 0.7 for values in panels.values()]
+    heights = [max(sizes[row : row + num_columns]) for row in range(0, len(sizes), num_columns)]
+    figure = Figure(figsize=(8 * num_columns, sum(heights)), layout="constrained", dpi=150 // num_columns)
+    plots = figure.subplots(len(heights), num_columns, squeeze=False, height_ratios=heights)
+    for axes, (title, values) in zip(plots.flat, panels.items(), strict=False):
         labels = list(reversed(values))
         bars = axes.barh(labels, [values[label] for label in labels], color=[color_of(label) for label in labels])
         axes.bar_label(bars, fmt=number, padding=3)

@@ -6,11 +6,11 @@ A step is forward, backward and SGD of a LlamaForCausalLM of transformers: rando
 float32, 8 layers of 512 features (2 layers of wider ones). Two ranks on one host, one computing thread each, variants
 in turns in the same processes:
 
-- "ferrodist": ``fd.parallelize(model, mesh, "auto")``,
+- "ferrodist": ``fd.parallelize(model, mesh, "auto")``, eager and compiled by torch.compile,
 - "transformers over ferrodist" and "over gloo": transformers' own tensor parallelism, by its plan, over groups of
   torch.distributed with these backends,
 - "torch over gloo": ``parallelize_module`` of torch, layers and head by columns and rows,
-- "one process, 1 thread" and "2 threads": rank 0 alone, while rank 1 sleeps,
+- "one process, 1 thread" and "2 threads", and compiled: rank 0 alone, while rank 1 sleeps,
 - "local work": both ranks with a model of half the heads, features between layers and words, without communication:
   what is left of a step if distribution costs nothing.
 
@@ -59,8 +59,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 WORDS, TOKENS, HEAD = 8192, 128, 64
-ALONE = {"one process, 1 thread": 1, "one process, 2 threads": 2}
-OURS = "ferrodist"
+COMPILED = ", compiled"
+ALONE = {"one process, 1 thread": 1, "one process, 2 threads": 2, f"one process, 2 threads{COMPILED}": 2}
+OURS = ("ferrodist", f"ferrodist{COMPILED}")
 THEIRS = {
     "transformers over ferrodist": "ferrodist",
     "transformers over gloo": "gloo",
@@ -69,7 +70,7 @@ THEIRS = {
 """The backend of each."""
 
 LOCAL = "local work"
-VARIANTS = (OURS, *THEIRS, *ALONE, LOCAL)
+VARIANTS = (*OURS, *THEIRS, *ALONE, LOCAL)
 TORCH_PLAN = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {
     "model.layers.*.self_attn.o_proj": RowwiseParallel(),
     "model.layers.*.mlp.gate_proj": ColwiseParallel(),
@@ -102,8 +103,10 @@ def make_model(width: int, *, share: int = 1) -> nn.Module:
 class Training:
     """A model in training, on one batch."""
 
-    def __init__(self, model: nn.Module, num_threads: int = 1) -> None:
+    def __init__(self, model: nn.Module, num_threads: int = 1, *, compiled: bool = False) -> None:
         self.model = model
+        if compiled:
+            model.compile()  # type: ignore[no-untyped-call]
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         words = model.config.vocab_size
         self.batch = torch.randint(words, (1, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -123,7 +126,10 @@ def make_variants(group: fd.Backend, width: int) -> dict[str, Training]:
     """What is measured on this rank."""
     model = make_model(width)
     mesh = fd.DeviceMesh(group, (group.world_size,), ("tp",))
-    made = {OURS: Training(fd.parallelize(copy.deepcopy(model), mesh, "auto"))}
+    made = {
+        variant: Training(fd.parallelize(copy.deepcopy(model), mesh, "auto"), compiled=variant.endswith(COMPILED))
+        for variant in OURS
+    }
     for variant, backend in THEIRS.items():
         own = copy.deepcopy(model)
         # Meshes with equal names are equal to torch, also over other groups: its caches would give one's group to both.
@@ -137,7 +143,7 @@ def make_variants(group: fd.Backend, width: int) -> dict[str, Training]:
         made[variant] = Training(own)
     for variant, num_threads in ALONE.items():
         if group.rank == 0:
-            made[variant] = Training(copy.deepcopy(model), num_threads)
+            made[variant] = Training(copy.deepcopy(model), num_threads, compiled=variant.endswith(COMPILED))
     made[LOCAL] = Training(make_model(width, share=group.world_size))
     return made
 
@@ -156,7 +162,7 @@ def measure(
             torch.distributed.barrier()
             if step is not None:
                 profiles[variant] = profile_steps(step)
-        for variant, expected in {OURS: "ferrodist", **THEIRS}.items():
+        for variant, expected in {**dict.fromkeys(OURS, "ferrodist"), **THEIRS}.items():
             if (over := profiles[variant][0].over) != {expected}:
                 raise RuntimeError(f"the messages of {variant!r} went over {sorted(over)}")
         torch.distributed.barrier()
@@ -166,7 +172,7 @@ def measure(
 def check(variants: dict[str, Training], rank: int) -> None:
     """Raise unless divided models train as one process's does."""
     found = {}
-    for variant in (OURS, *THEIRS, *list(ALONE)[:1]):
+    for variant in (*OURS, *THEIRS, *ALONE):
         if variant in variants:
             losses = [whole(variants[variant].step()) for _ in range(2)]
             weights = {name: whole(one.detach()) for name, one in variants[variant].model.named_parameters()}

@@ -344,7 +344,7 @@ _MAGIC = b"ferrodist"
 _INTRO_BYTES = len(_MAGIC) + 3
 _PROOF_BYTES = _NONCE_BYTES = 32
 _TAG_BYTES = 16
-_VERSION = 2
+_VERSION = 3
 
 
 class Conversation:

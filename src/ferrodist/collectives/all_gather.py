@@ -16,6 +16,7 @@ from ferrodist.collectives.arguments import (
     compute_shard_sizes,
     finish_with,
     flatten,
+    flatten_parts,
     group_and_timeout,
     prepare_late_out,
     prepare_out,
@@ -167,9 +168,9 @@ def _all_gather(  # noqa: PLR0917 - the public signature
     engine = engine_of(chosen, tensor.device)
     prepare = prepare_out if sizes is None else prepare_late_out
     sizes = [tensor.shape[dim]] * chosen.world_size if sizes is None else sizes
-    source = flatten(tensor.detach().movedim(dim, 0))
+    source = flatten(tensor)
     concat = ConcatSpec(tensor, dim, sizes)
-    target = prepare(out, concat.shape, tensor.dtype, tensor, dim=dim)
+    target = prepare(out, concat.shape, tensor.dtype, tensor, dim=dim, sizes=sizes)
     backward = partial(reduce_scatter_with_sizes, sizes=sizes, dim=dim, group=chosen)
     op = CollectiveOp(
         kind=CollectiveKind.ALL_GATHER, source=source, out=target.flat, counts=concat.counts, dim=dim, timeout=limit
@@ -283,11 +284,10 @@ def _reduce_scatter(  # noqa: PLR0917 - the public signature
     chosen, limit = group_and_timeout(group, timeout)
     engine = engine_of(chosen, tensor.device)
     sizes = compute_shard_sizes(tensor.shape[dim], chosen.world_size) if sizes is None else sizes
-    moved = tensor.detach().movedim(dim, 0)
-    row = math.prod(moved.shape[1:])
-    source = flatten(moved)
+    row = math.prod([*tensor.shape[:dim], *tensor.shape[dim + 1 :]])
+    source = flatten_parts(tensor, dim, sizes)
     shape = (*tensor.shape[:dim], sizes[chosen.rank], *tensor.shape[dim + 1 :])
-    target = prepare_out(out, shape, tensor.dtype, tensor, dim=dim)
+    target = prepare_out(out, shape, tensor.dtype, tensor)
     finish = finish_with(target, tensor, out, partial(_reduce_scatter_backward, op, sizes, dim, chosen))
     call = CollectiveOp(
         kind=CollectiveKind.REDUCE_SCATTER,

@@ -305,6 +305,21 @@ def flatten(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
+def flatten_parts(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """The elements of the parts into which sizes divide a dim, part after part, each as `flatten` has them."""
+    if _is_outermost(tensor.shape, dim):  # in which the parts follow one another
+        return flatten(tensor)
+    parts = torch.split(tensor.detach(), list(sizes), dim)
+    flat = tensor.new_empty(tensor.numel())
+    for part, own in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
+        own.view(part.shape).copy_(part)
+    return flat
+
+
+def _is_outermost(shape: Sequence[int], dim: int) -> bool:
+    return all(size == 1 for size in shape[:dim])
+
+
 def writing_to(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """A context for writing to a tensor without history, also to an inference tensor."""
     return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
@@ -314,18 +329,20 @@ def writing_to(tensor: torch.Tensor) -> AbstractContextManager[object]:
 class OutputBuffer:
     """The output of a call."""
 
-    flat: torch.Tensor  # which the engine writes: the elements in order, with the joined or divided dim first
+    flat: torch.Tensor  # which the engine writes: the elements in order, part after part if the result is joined
     result: torch.Tensor  # the user's
-    view: torch.Tensor | None = None  # the result with that dim first, if `flat` is not its memory
+    parts: Sequence[torch.Tensor] = ()  # the result's, if `flat` is not its memory
     refusal: Exception | None = None  # raised in place of returning the result
 
     def finish(self) -> torch.Tensor:
         """Copy the engine's output to the user's tensor if needed, and return that."""
         if self.refusal is not None:
             raise self.refusal
-        if self.view is not None:
-            with writing_to(self.view):
-                self.view.copy_(self.flat.view(self.view.shape))
+        if self.parts:
+            with writing_to(self.result):
+                pieces = torch.split(self.flat, [part.numel() for part in self.parts])
+                for part, own in zip(self.parts, pieces, strict=True):
+                    part.copy_(own.view(part.shape))
             record_use_on_streams(self.flat)
         elif not self.result.is_inference() and not is_traced(self.result):
             # The engine wrote raw memory: a tensor that autograd may have saved has changed.
@@ -367,22 +384,25 @@ def prepare_out(
     *,
     device: torch.device | None = None,
     dim: int = 0,
+    sizes: Sequence[int] | None = None,
     in_place: bool = False,
 ) -> OutputBuffer:
     """Make or check the tensor a result goes to; raises as `check_out`.
 
-    ``device`` is that of a fresh tensor; None is that of the source, or the CPU. ``dim`` is the concatenated or split
-    one, from 0. ``in_place`` says whether the engine may write to its input, when that is ``out``.
+    ``device`` is that of a fresh tensor; None is that of the source, or the CPU. A result that is joined has parts of
+    these ``sizes`` along ``dim``, from 0. ``in_place`` says whether the engine may write to its input, when that is
+    ``out``.
     """
     check_out(out, source, shape=shape, dtype=dtype)
     if device is None:
         device = torch.device("cpu") if source is None else source.device
     result = torch.empty(tuple(shape), dtype=dtype, device=device) if out is None else out
-    view = result.movedim(dim, 0) if dim else result
-    plain = view.is_contiguous() and not view.is_conj() and not view.is_neg()
+    joined = sizes is not None and not _is_outermost(result.shape, dim)
+    plain = not joined and result.is_contiguous() and not result.is_conj() and not result.is_neg()
     if plain and (out is None or source is None or _may_write(out, source, in_place=in_place)):
-        return OutputBuffer(flat=view.detach().view(-1), result=result)
-    return OutputBuffer(flat=torch.empty(result.numel(), dtype=dtype, device=result.device), result=result, view=view)
+        return OutputBuffer(flat=result.detach().view(-1), result=result)
+    parts = torch.split(result, list(sizes), dim) if joined and sizes is not None else (result,)
+    return OutputBuffer(flat=torch.empty(result.numel(), dtype=dtype, device=result.device), result=result, parts=parts)
 
 
 def _may_write(out: torch.Tensor, source: torch.Tensor, *, in_place: bool) -> bool:
@@ -401,16 +421,17 @@ def prepare_late_out(
     *,
     device: torch.device | None = None,
     dim: int = 0,
+    sizes: Sequence[int] | None = None,
 ) -> OutputBuffer:
     """`prepare_out` for a result whose shape came from other ranks, which are in the call already.
 
     This rank must take part, so with an invalid ``out`` it does with a fresh tensor, and raises afterwards.
     """
     try:
-        return prepare_out(out, shape, dtype, source, device=device, dim=dim)
+        return prepare_out(out, shape, dtype, source, device=device, dim=dim, sizes=sizes)
     except (ValueError, TypeError, RuntimeError) as error:
         device = source.device if device is None and source is not None else device
-        return replace(prepare_out(None, shape, dtype, device=device, dim=dim), refusal=error)
+        return replace(prepare_out(None, shape, dtype, device=device, dim=dim, sizes=sizes), refusal=error)
 
 
 _NUMPY_KINDS = frozenset("biufSU")

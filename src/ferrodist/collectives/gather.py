@@ -21,6 +21,7 @@ from ferrodist.collectives.arguments import (
     compute_shard_sizes,
     finish_with,
     flatten,
+    flatten_parts,
     group_and_timeout,
     prepare_late_out,
     prepare_out,
@@ -110,14 +111,14 @@ def gather_with_sizes(
     is_root = group.rank == dst
     engine = engine_of(group, part.device)
     concat = ConcatSpec(part, dim, sizes)
-    source = flatten(part.detach().movedim(dim, 0))
+    source = flatten(part)
     if is_root:
-        target = prepare_late_out(out, concat.shape, part.dtype, part, dim=dim)
+        target = prepare_late_out(out, concat.shape, part.dtype, part, dim=dim, sizes=sizes)
     else:
         target = prepare_out(None, (0,), part.dtype, device=part.device)
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
-        fresh = prepare_out(None, part.shape, part.dtype, device=part.device, dim=dim)
+        fresh = prepare_out(None, part.shape, part.dtype, device=part.device)
         whole = grad if is_root else None
         return scatter_with_sizes(whole, fresh, sizes, dst, dim=dim, group=group, timeout=group.timeout)
 
@@ -213,7 +214,7 @@ def scatter(
     if whole is None or is_elsewhere or (recorded and not whole.requires_grad):
         whole = torch.empty(0, requires_grad=recorded, device=device)  # so that backward runs through here too
     with torch.enable_grad() if recorded else torch.no_grad():
-        target = prepare_late_out(out, _part_shape(shape[:num_dims], dim, chosen), dtype, whole, dim=dim)
+        target = prepare_late_out(out, _part_shape(shape[:num_dims], dim, chosen), dtype, whole)
         if is_elsewhere:
             target = replace(target, refusal=ValueError(f"rank {src}'s tensor is on a {device.type}: pass one there"))
         return scatter_with_sizes(whole, target, sizes, src, dim=dim, group=chosen, timeout=deadline.remaining())
@@ -264,7 +265,7 @@ def scatter_with_sizes(
     part = target.result
     whole = tensor if tensor is not None else part.new_empty(0)
     engine = engine_of(group, part.device)
-    source = flatten(whole.detach().movedim(dim, 0)) if is_root else None
+    source = flatten_parts(whole, dim, sizes) if is_root else None
     counts = ConcatSpec(part, dim, sizes).counts
 
     def backward(grad: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ def _allreduce(
     chosen, limit = group_and_timeout(group, timeout)
     engine = engine_of(chosen, tensor.device)
     target = prepare_out(out, tensor.shape, tensor.dtype, tensor, in_place=True)
-    source = target.flat if out is tensor and target.view is None else flatten(tensor)
+    source = target.flat if out is tensor and not target.parts else flatten(tensor)
     saved, saves_result = _saved_for_backward(tensor, op)
     backward = partial(_allreduce_backward, op, chosen)
     finish = finish_with(target, tensor, out, backward, *saved, saves_result=saves_result)

@@ -82,7 +82,7 @@ JOIN_REPLY_DECODER = msgspec.msgpack.Decoder(JoinReply)
 
 _log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 _MAGIC = b"ferrodist"
 _INTRO = struct.Struct(f"!{len(_MAGIC)}s1sH")

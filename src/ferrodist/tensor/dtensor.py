@@ -429,6 +429,11 @@ def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return made
 
 
+def is_placed(tensor: DTensor, placement: Placement) -> bool:
+    """Return whether a tensor has a placement, given as users give it, along the axis of its mesh."""
+    return tensor._spec.resolve(placement) is tensor._spec
+
+
 class _GradPlacementHook:
     """The hook of `keep_grad_placements` and `reduce_grad_once`."""
 

@@ -644,7 +644,7 @@ def test_memory_of_a_result_that_is_copied_on_is_kept(monkeypatch: pytest.Monkey
     flat = torch.arange(6.0).as_subclass(_OnGpu)
     out = torch.zeros(3, 2).t()
     with streams.using(streams.make("waiting")):
-        OutputBuffer(flat=flat, result=out, view=out).finish()
+        OutputBuffer(flat=flat, result=out, parts=(out,)).finish()
     assert out.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert streams.kept == [(flat.data_ptr(), "waiting")]
 

@@ -14,15 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate
 from ferrodist.tensor.plain_tensors import attach_compiled_check
 from ferrodist.tensor.traced import find_named, name_for_graphs
+from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.compilers import allow_in_graphs, run_while_tracing
 
 if TYPE_CHECKING:
-    import torch
-
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.replica_check import ReplicaCheck
 
@@ -44,13 +45,29 @@ class GraphPlacement:
         return name_for_graphs(f"{self.given} to {self.wanted}", self, self.mesh)
 
 
+_PLACED = "_ferrodist_placed"
+"""The attribute of a graph's tensor that has what `place` made of it."""
+
+
 def place(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """A tensor as a DTensor with the placement of a `GraphPlacement`."""
+    """A tensor as a DTensor with the placement of a `GraphPlacement`.
+
+    Layers that take the same tensor get the same result: the sum of its gradients is reduced over the ranks.
+    """
     placement: GraphPlacement = find_named(name)
     if not isinstance(tensor, DTensor):
         shape = tensor.shape if isinstance(placement.given, Replicate | Partial) else None
         tensor = DTensor.from_local(tensor, placement.mesh, placement.given, shape=shape)
-    return tensor if placement.wanted is None else tensor.redistribute(placement.wanted)
+    if placement.wanted is None:
+        return tensor
+    if tensor.grad_fn is None or not torch.is_grad_enabled():
+        return tensor.redistribute(placement.wanted)
+    state = (name, version_of(tensor))
+    before, made = getattr(tensor, _PLACED, (None, None))
+    if made is None or before != state:
+        made = tensor.redistribute(placement.wanted)
+        setattr(tensor, _PLACED, (state, made))
+    return made
 
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -102,6 +102,9 @@ def _wrap(result: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 class LinearForward:
     """The forward of a linear layer on local shards: replicated, or sharded by columns or by rows."""
 
+    places_grads = True
+    """Gradients of its output, whatever their placement, and of a sharded input get that of the tensor."""
+
     def __init__(self, module: nn.Linear) -> None:
         self._forward: Any = module.forward
         functools.update_wrapper(self, self._forward)

@@ -27,7 +27,7 @@ from ferrodist.parallel.backward_hooks import current_backward_id
 from ferrodist.parallel.program_failures import report_failure
 from ferrodist.parallel.tensor_parallel import compiled_forwards
 from ferrodist.parallel.tensor_parallel.compiled_forwards import GraphPlacement, prepare_compiler
-from ferrodist.tensor.dtensor import DTensor, reduce_grad_once
+from ferrodist.tensor.dtensor import DTensor, is_placed, reduce_grad_once
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.tensor.plain_tensors import ACTIVE_CHECK, BACKWARD_CHECKS, is_plain
 from ferrodist.tensor.replica_check import ReplicaCheck
@@ -116,6 +116,7 @@ class ShardedForward:
         functools.update_wrapper(self, forward)
         self._forward, self._mesh, self._placements, self._given = forward, mesh, placements, given
         self._names, _ = find_arguments(forward)
+        self._places_grads = getattr(forward, "places_grads", False)
         every = {None, *_placements_in(placements.wanted), *_placements_in(placements.outputs)}
         self._graph_names = {wanted: GraphPlacement(mesh, given or Replicate(), wanted).name for wanted in every}
 
@@ -156,9 +157,10 @@ class ShardedForward:
                 if self._given is None and check is not None and tensor.numel():
                     check.record("the forward", tensor, self._mesh)
                 tensor = DTensor.from_local(tensor, self._mesh, given, shape=shape)
-            if wanted is None or tensor.placements != (wanted,):
+            if wanted is None or not is_placed(tensor, wanted):
                 return tensor if wanted is None else tensor.redistribute(wanted)
-            if tensor.requires_grad and torch.is_grad_enabled():
+            has_placed_grads = self._places_grads and isinstance(wanted, Shard)
+            if tensor.requires_grad and torch.is_grad_enabled() and not has_placed_grads:
                 reduce_grad_once(tensor)  # gradients, which may be partial, get the input's placement
             return tensor
 
@@ -173,8 +175,9 @@ class ShardedForward:
             if is_compiling() and prepare_compiler():
                 placed = compiled_forwards.place(tensor, self._graph_names[placement])
                 return compiled_forwards.shard(placed) if is_plain else placed
-            placed = tensor if placement is None else tensor.redistribute(placement)
-            return placed.to_local() if is_plain else placed
+            if placement is not None and not (self._places_grads and is_placed(tensor, placement)):
+                tensor = tensor.redistribute(placement)
+            return tensor.to_local() if is_plain else tensor
 
         if outputs is None or isinstance(outputs, _PLACEMENT_TYPES):
             return map_nested(lambda tensor: place(tensor, outputs), result)

@@ -167,6 +167,25 @@ def test_messages_of_a_graph_are_in_order():
     run_ranks(program, 2, backend="native")
 
 
+def test_layers_that_share_an_input_send_its_gradient_once():
+    def program(group):
+        mesh = fd.DeviceMesh(group, (2,), ("tensor",))
+        model, counts = divided(mesh, PLAN), []
+
+        def record(graph, _):
+            moved = [node.meta["val"] for node in graph.graph.nodes if "ferrodist" in str(node.target)]
+            counts.append(sum(value is not None and value.shape == (1, LENGTH, WIDTH) for value in moved))
+            return importlib.import_module("functorch.compile").make_boxed_func(graph.forward)
+
+        backend = importlib.import_module("torch._dynamo.backends.common").aot_autograd(fw_compiler=record)
+        ids = torch.arange(LENGTH).view(1, LENGTH)
+        torch.compile(model, backend=backend, fullgraph=True)(ids, ids)["loss"].backward()
+        # Forward: the tokens and two row parallel layers; backward: queries, keys and values together, MLP and head.
+        assert counts == [3, 3]
+
+    run_ranks(program, 2, backend="native")
+
+
 def gradients_of_layers(model, called):
     inputs = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(1, 4, WIDTH).requires_grad_()
     outputs = called(inputs)
