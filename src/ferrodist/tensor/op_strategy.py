@@ -95,6 +95,9 @@ class OpCall:
             arguments["device"] = torch.device("meta")
         if arguments.get("layout", torch.strided) not in (None, torch.strided):
             raise UnsupportedOpError(f"{self.operator} to {arguments['layout']}: distributed tensors are strided")
+        if self.operator is torch.ops.aten.linalg_vector_norm.default and arguments["dim"]:
+            ndim = len(self.inputs[0].shape)  # torch 2.10's meta kernel keeps a dim of size 1 with a negative number
+            arguments["dim"] = [dim + ndim if -ndim <= dim < 0 else dim for dim in arguments["dim"]]
         positional, named = split_arguments(self.operator, arguments)
         results = self.operator(*positional, **named)
         if (wanted := arguments.get("output_mask")) is not None:  # for batch norms the meta device doesn't heed it

@@ -152,6 +152,12 @@ def test_scalar_tensors_are_reduced():
         everywhere(function, make())
 
 
+def test_norms_along_dims_of_size_one():
+    """By negative numbers; torch 2.10's meta kernel, which gives the shape of the result, keeps such a dim."""
+    for dim in (-1, (-1, 1)):
+        everywhere(lambda x, dim=dim: torch.linalg.vector_norm(x, 2, dim), make(4, 1, 1))
+
+
 def test_partial_extrema_are_reduced_without_communication():
     def reduce(group):
         mesh = DeviceMesh(group, (2,))
