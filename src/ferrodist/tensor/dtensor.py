@@ -441,6 +441,8 @@ class _GradPlacementHook:
         self._placements, self._mesh = tensor._spec.without_partial.placements, tensor.mesh
 
     def __call__(self, grad: Any) -> Any:
+        if grad is None:  # a compiled backward's, of a parameter that the loss does not depend on
+            return None
         return redistribute_grad(grad, self._placements, self._mesh)
 
 

@@ -103,7 +103,7 @@ class LinearForward:
     """The forward of a linear layer on local shards: replicated, or sharded by columns or by rows."""
 
     places_grads = True
-    """Gradients of its output, whatever their placement, and of a sharded input get that of the tensor."""
+    """Gradients of sharded outputs and inputs have the tensor's placement."""
 
     def __init__(self, module: nn.Linear) -> None:
         self._forward: Any = module.forward

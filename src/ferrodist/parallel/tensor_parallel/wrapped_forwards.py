@@ -175,7 +175,8 @@ class ShardedForward:
             if is_compiling() and prepare_compiler():
                 placed = compiled_forwards.place(tensor, self._graph_names[placement])
                 return compiled_forwards.shard(placed) if is_plain else placed
-            if placement is not None and not (self._places_grads and is_placed(tensor, placement)):
+            has_placed_grads = self._places_grads and isinstance(placement, Shard) and is_placed(tensor, placement)
+            if placement is not None and not has_placed_grads:
                 tensor = tensor.redistribute(placement)
             return tensor.to_local() if is_plain else tensor
 

@@ -344,6 +344,33 @@ def test_experts_and_operators_without_a_rule():
     run_ranks(program, 2, backend="native")
 
 
+class Frozen(nn.Module):
+    """With a layer that gets no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.other, self.down = nn.Linear(WIDTH, 12), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, hidden):
+        with torch.no_grad():
+            offset = self.other(hidden)
+        return self.down(self.up(hidden) + offset)
+
+
+def test_layers_without_a_gradient():
+    def program(group):
+        mesh = fd.DeviceMesh(group, (2,), ("tensor",))
+        plan = {"up": fd.ColumnParallel(), "other": fd.ColumnParallel(), "down": fd.RowParallel()}
+        own, model = Frozen(), fd.parallelize(Frozen(), mesh, plan)
+        for called in (own, torch.compile(model, backend="aot_eager", fullgraph=True)):
+            called(torch.ones(4, WIDTH)).square().sum().backward()
+        assert model.other.weight.grad is None
+        torch.testing.assert_close(whole(model.up.weight.grad), own.up.weight.grad)
+
+    run_ranks(program, 2, backend="native")
+
+
 class Solver(nn.Module):
     """With an operator that has no rule."""
 
