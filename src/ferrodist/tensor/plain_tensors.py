@@ -62,9 +62,9 @@ _COMPILED_CHECKS = "tensor.compiled_checks"
 """The group attachment that has, for each mesh, the `ReplicaCheck` of the parallel model that was compiled last."""
 
 
-def attach_compiled_check(check: ReplicaCheck, mesh: DeviceMesh) -> None:
-    """Let code on a mesh have a model's check where no module's code runs: the model is compiled."""
-    mesh.parent.attachments.setdefault(_COMPILED_CHECKS, {})[mesh.identity] = check
+def attach_compiled_check(check: ReplicaCheck) -> None:
+    """Let code on a model's mesh have the model's check where no module's code runs: the model is compiled."""
+    check.mesh.parent.attachments.setdefault(_COMPILED_CHECKS, {})[check.mesh.identity] = check
 
 
 def find_compiled_check(mesh: DeviceMesh) -> ReplicaCheck | None:

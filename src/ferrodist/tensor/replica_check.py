@@ -43,7 +43,7 @@ class ReplicaCheck:
     def __init__(
         self, mesh: DeviceMesh, *, immediate: bool, replication_warnings: ReplicationWarnings | None = None
     ) -> None:
-        self._mesh, self._immediate = mesh, immediate
+        self.mesh, self._immediate = mesh, immediate
         self.replication_warnings = replication_warnings  # None: operators without a rule are refused
         self.path = ""  # the path of the module whose forward runs
         self._entries: list[_Entry | Callable[[], _Entry]] = []
@@ -83,7 +83,7 @@ class ReplicaCheck:
 
         They require no exchange, and are read at the end of the forward, unless ``immediate``.
         """
-        if self._mesh.group.world_size == 1:
+        if self.mesh.group.world_size == 1:
             return
         where = describe_path(self.path, is_backward=False)
 
@@ -91,7 +91,7 @@ class ReplicaCheck:
             return where, _CALL, *describe()
 
         if self._immediate:
-            _compare([entry()], self._mesh, entry())
+            _compare([entry()], self.mesh, entry())
         else:
             self._entries.append(entry)
 
@@ -100,7 +100,7 @@ class ReplicaCheck:
         entries, due = self._entries, self._due
         self.forget()
         if due is not None:
-            _compare([one() if callable(one) else one for one in entries], self._mesh, due)
+            _compare([one() if callable(one) else one for one in entries], self.mesh, due)
 
     def forget(self) -> None:
         """Drop the records."""

@@ -11,8 +11,10 @@ What a graph can't have (data-dependent code, an operator without a rule) breaks
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -88,13 +90,19 @@ def prepare_compiler() -> bool:
     return True
 
 
-def name_model(check: ReplicaCheck, mesh: DeviceMesh, number: int) -> str:
-    """The text for `begin_model` of a parallel model that has a check; ``number`` counts the models of the mesh."""
-    return name_for_graphs(f"model {number}", (check, mesh), mesh)
+_checks: WeakValueDictionary[str, ReplicaCheck] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def name_model(check: ReplicaCheck) -> str:
+    """A text for `begin_model` of the parallel model that has a check, as long as the check lives."""
+    name = f"model {next(_numbers)}"
+    _checks[name] = check
+    return name
 
 
 @run_while_tracing
 def begin_model(name: str) -> bool:
     """Prepare for the forward of a parallel model that the compiler traces, which calls this."""
-    attach_compiled_check(*find_named(name))
+    attach_compiled_check(_checks[name])
     return True

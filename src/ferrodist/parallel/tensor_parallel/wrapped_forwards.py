@@ -315,7 +315,7 @@ class ParallelState:
         self._replication_warnings = ReplicationWarnings() if replicates else None
         self.forward_check = self.make_check()  # the check of plain tensors in forwards
         self.backward_check = self.make_check()  # the check of plain tensors in backward
-        self.model_name = compiled_forwards.name_model(self.forward_check, mesh, self.number)
+        self.model_name = compiled_forwards.name_model(self.forward_check)
         self._attach_backward_check()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
