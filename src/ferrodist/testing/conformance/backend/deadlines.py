@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.errors import DistributedError, DistributedTimeoutError
+from ferrodist.testing.conformance import harness
 from ferrodist.testing.conformance.harness import (
     LARGE,
-    SLACK_SECONDS,
     TIMEOUT,
     as_runner,
     check_bytes,
@@ -82,7 +82,7 @@ def a_send_in_vain_is_not_received(group: Backend) -> None:
                 taken.append(seed)
             assert late == (1,), f"a send to rank 1 timed out and named ranks {late}"
             elapsed = time.monotonic() - start
-            assert elapsed < 0.2 + SLACK_SECONDS, f"send with timeout=0.2 took {elapsed:.2f} s"
+            assert elapsed < 0.2 + harness.SLACK_SECONDS, f"send with timeout=0.2 took {elapsed:.2f} s"
         assert group.failure is None, f"a send in vain has failed the group: {group.failure}"
         group.send(bytes(taken).ljust(attempts, b"\xff"), 1, tag=1, timeout=TIMEOUT)
         group.send(pattern(LARGE, seed=attempts), 1, timeout=TIMEOUT)
@@ -147,7 +147,8 @@ def _barrier_with_one_late(given_up: Semaphore, late: int, hasty: int, group: Ba
     finally:
         given_up.release()
     elapsed = time.monotonic() - start
-    assert elapsed < timeout + _REPORT_SECONDS + SLACK_SECONDS, f"rank {hasty} gave up, this one took {elapsed:.1f} s"
+    limit = timeout + _REPORT_SECONDS + harness.SLACK_SECONDS
+    assert elapsed < limit, f"rank {hasty} gave up, this one took {elapsed:.1f} s"
     assert group.failure is not None, "a barrier that failed fails the group"
     return error
 
