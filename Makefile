@@ -1,5 +1,6 @@
 # make demo    train a real model over two ranks, and plot it
-# make test    run all tests, with one summary at the end
+# make test    run the tests, with one summary at the end
+# make test-programs  run examples, the demo, the benchmark and MPI as users do, and check what they give
 # make sanitize  run the native tests under the sanitizers
 # make test-torch TORCH=2.15.0  run the tests that touch torch's insides with another torch, in an environment of its own
 # make zoo     distribute models of many families in each way, against one process (takes long)
@@ -17,7 +18,7 @@ TORCH ?= 2.15.0
 TORCH_VENV := .venv-torch-$(TORCH)
 TORCH_INSTALLED := $(TORCH_VENV)/.installed
 
-.PHONY: demo test test-torch native sanitize zoo bench check format support operators clean
+.PHONY: demo test test-programs test-torch native sanitize zoo bench check format support operators clean
 
 demo: $(INSTALLED)
 	$(BIN)/ferrodist demo
@@ -25,6 +26,9 @@ demo: $(INSTALLED)
 # One part, or one file: see CONTRIBUTING.md.
 test: $(INSTALLED) native
 	$(BIN)/python tools/run_tests.py
+
+test-programs: $(INSTALLED)
+	$(BIN)/python tools/run_tests.py --part programs
 
 # The tests that touch torch's internals, with any torch. The results go to docs/torch-versions, and from there into the
 # table of docs/torch-backend.md. An environment takes 1 to 6 GB: remove it afterwards.

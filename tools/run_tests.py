@@ -1,13 +1,14 @@
-"""Run all tests in parts, some side by side, with one summary at the end: ``make test``.
+"""Run the tests in parts, some side by side, with one summary at the end: ``make test``.
 
 ::
 
-    python tools/run_tests.py                  # all parts
+    python tools/run_tests.py                  # all parts but "programs"
     python tools/run_tests.py --part tensor    # one part
+    python tools/run_tests.py --part programs  # ``make test-programs``
 
 A test waits for threads and processes to wake for much of its time, so four parts at once fill two cores. Each part is
 a pytest run of its own, with its output in build/tests/PART.log. The parts start in the order of the table, those that
-take longest first. A file that no part names belongs to the last one, so that nothing is left out.
+take longest first. A file that no part names belongs to "others", so that nothing is left out.
 """
 
 from __future__ import annotations
@@ -31,20 +32,24 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "tests"
 PARTS = {
-    "processes": ("tests/multiprocess",),
-    "tensor_parallel": ("tests/unit/parallel/tensor_parallel",),
     "collectives": ("tests/unit/collectives",),
     "torch_backend": ("tests/torch_backend", "tests/unit/torch_backend"),
+    "processes": ("tests/multiprocess",),
     "checkpoint": ("tests/unit/checkpoint",),
+    "others": (),
+    "rendezvous": ("tests/unit/rendezvous", "tests/unit/launch", "tests/unit/mesh", "tests/unit/testing"),
     "fsdp": ("tests/unit/parallel/fsdp", "tests/unit/parallel/ddp"),
-    "pipeline": ("tests/unit/parallel/pipeline", "tests/unit/parallel/context_parallel"),
+    "backends": ("tests/unit/backends",),
+    "tensor_parallel": ("tests/unit/parallel/tensor_parallel",),
     "tensor": ("tests/unit/tensor",),
     "faults": ("tests/faults", "tests/stress"),
-    "backends": ("tests/unit/backends",),
-    "rendezvous": ("tests/unit/rendezvous", "tests/unit/launch", "tests/unit/mesh", "tests/unit/testing"),
-    "others": (),
+    "pipeline": ("tests/unit/parallel/pipeline", "tests/unit/parallel/context_parallel"),
+    "programs": ("tests/programs",),
 }
-"""The files and folders of each part; the last part has all others."""
+"""The files and folders of each part; "others" has all that the other parts leave."""
+
+RUN_ALONE = "programs"
+"""The part that runs only by its name: examples, the demo, the benchmark and MPI, as their users run them."""
 
 _NUM_AT_ONCE = 4
 _POLL_INTERVAL_SECONDS = 0.5
@@ -157,7 +162,7 @@ class Part:
 
 
 def arguments_of(name: str) -> list[str]:
-    """Pytest's arguments for a part: its files, or for the last part all but those of the others."""
+    """Pytest's arguments for a part: its files, or for "others" all but those of the other parts."""
     return list(PARTS[name]) or [f"--ignore={path}" for paths in PARTS.values() for path in paths]
 
 
@@ -195,10 +200,10 @@ def _last_line(log: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts; returns 0 if all tests have passed."""
-    parser = argparse.ArgumentParser(prog="python tools/run_tests.py", description="Run all tests.")
+    parser = argparse.ArgumentParser(prog="python tools/run_tests.py", description="Run the tests.")
     parser.add_argument("--part", choices=PARTS, action="append", help="only this part; may be repeated")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    names = parser.parse_args(arguments).part or list(PARTS)
+    names = parser.parse_args(arguments).part or [name for name in PARTS if name != RUN_ALONE]
     try:
         results = run_parts(names)
     except KeyboardInterrupt:

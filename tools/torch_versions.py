@@ -33,7 +33,9 @@ OWN_SUITE = "torch's own suite "
 CHECKPOINTS = "tests/unit/checkpoint"
 COLLECTIVES = "tests/unit/collectives"
 SUBJECTS = {
-    "torch backend": ["tests/unit/torch_backend", "tests/torch_backend"],
+    "torch backend": [
+        *("tests/unit/torch_backend", "tests/torch_backend", "tests/programs/test_torch_examples.py"),
+    ],
     "tensors": ["tests/unit/tensor"],
     "parallel": ["tests/unit/parallel", "tests/multiprocess/test_fsdp_against_torch.py"],
     "checkpoints": [

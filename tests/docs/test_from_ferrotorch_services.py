@@ -20,7 +20,7 @@ _BY_MPI = dict.fromkeys(
         *("MpiBackend::broadcast_f32", "is_mpi_available", "mpi-backend", "mpi-native"),
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
     ],
-    "multiprocess/test_mpi.py",
+    "programs/test_mpi.py",
 )
 _BY_UCC = dict.fromkeys(
     [

@@ -7,7 +7,7 @@ other without a pause, and kills one of them after a random time of some millise
 rank its call named, and which the calls name that it makes afterwards, to ranks that live among others.
 
 The backends are those whose ranks are processes: the star over TCP, the engine, gloo, and RPC over each and by itself.
-Those of "simulated" are threads; `tests/multiprocess/test_mpi.py` kills one of MPI; and a hybrid group hears of a death
+Those of "simulated" are threads; `tests/programs/test_mpi.py` kills one of MPI; and a hybrid group hears of a death
 from the group that it is made over.
 """
 

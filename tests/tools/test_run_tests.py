@@ -11,6 +11,7 @@ PROGRAMS = {
         "import pytest\ndef test_fails(): assert 1 == 2\n@pytest.mark.skip(reason='no GPU')\ndef test_skipped(): pass"
     ),
     "crash": "import os\ndef test_exits(): os._exit(3)",
+    run_tests.RUN_ALONE: "def test_fails(): assert False",
 }
 
 
@@ -28,11 +29,17 @@ def parts(tmp_path, monkeypatch):
 
 
 def test_all_paths_of_the_parts_exist():
-    """The folders of a part may be renamed; what no part names is in the last one."""
+    """The folders of a part may be renamed; what no part names is in "others"."""
     assert all((run_tests.ROOT / path).exists() for paths in run_tests.PARTS.values() for path in paths)
-    *named, last = run_tests.PARTS
-    ignored = [f"--ignore={path}" for name in named for path in run_tests.PARTS[name]]
-    assert run_tests.arguments_of(last) == ignored
+    ignored = [f"--ignore={path}" for name in run_tests.PARTS for path in run_tests.PARTS[name]]
+    assert run_tests.arguments_of("others") == ignored
+
+
+def test_programs_run_only_by_their_name(parts, capsys):
+    parts("good", run_tests.RUN_ALONE)
+    assert run_tests.main([]) == 0
+    assert capsys.readouterr().out.endswith("\n1 passed\n")
+    assert run_tests.main(["--part", run_tests.RUN_ALONE]) == 1
 
 
 def test_passing_parts_give_status_0(parts, capsys):
