@@ -72,7 +72,7 @@ support: $(INSTALLED)
 	$(BIN)/python tools/docs/dtensor_operators.py --write docs/dtensor-operators.md
 	$(BIN)/python tools/docs/zoo_page.py --write docs/zoo.md
 
-# Twenty minutes on two cores; `--operators NAME ...` runs some and keeps the others' outcomes. Then `make support`.
+# Minutes on two cores; `--operators NAME ...` runs some and keeps the others' outcomes. Then `make support`.
 operators: $(INSTALLED)
 	$(BIN)/python tools/operator_database.py --jobs 2 --write docs/operators.json
 
