@@ -352,7 +352,7 @@ def _redistribute(tensor: DTensor, target: DTensorSpec) -> DTensor:
     return DTensor._wrap(local, target)
 
 
-def _owned_grad(tensor: torch.Tensor) -> torch.Tensor:
+def owned_grad(tensor: torch.Tensor) -> torch.Tensor:
     """A backward function's input as a contiguous tensor whose memory nobody else has: itself, or a copy.
 
     Autograd keeps a gradient that nobody else holds as the ``grad`` of a leaf, and later adds to it in place. It counts
@@ -369,7 +369,7 @@ def redistribute_grad(grad: torch.Tensor, placements: tuple[Placement, ...], mes
     """
     if not isinstance(grad, DTensor):
         check_plain("the gradient", grad, mesh, is_temporary=False, is_overwritten=False)
-        grad = DTensor.from_local(_owned_grad(grad), mesh, [Replicate()] * mesh.ndim, shape=grad.shape)
+        grad = DTensor.from_local(owned_grad(grad), mesh, [Replicate()] * mesh.ndim, shape=grad.shape)
     return grad if grad.placements == placements else grad.redistribute(placements)
 
 
@@ -397,7 +397,11 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[DTensor, None]:
         spec: DTensorSpec = ctx.spec
-        return DTensor.from_local(_owned_grad(grads[0]), spec.mesh, ctx.grad_placements, shape=spec.shape), None
+        grad = owned_grad(grads[0])
+        is_checked = spec.placements == ctx.grad_placements and spec.dtype is grad.dtype
+        if is_checked and not torch.is_grad_enabled():
+            return DTensor._wrap(grad.resolve_conj().resolve_neg(), spec), None
+        return DTensor.from_local(grad, spec.mesh, ctx.grad_placements, shape=spec.shape), None
 
 
 class _FromLocal(torch.autograd.Function):

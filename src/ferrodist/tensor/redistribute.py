@@ -56,6 +56,16 @@ def record_redistributions() -> Iterator[list[RedistributeStep]]:
         _records.reset(token)
 
 
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """A block whose redistributions `record_redistributions` leaves out."""
+    token = _records.set(())
+    try:
+        yield
+    finally:
+        _records.reset(token)
+
+
 def _record(step: RedistributeStep) -> None:
     for record in _records.get():
         record.append(step)

@@ -43,7 +43,7 @@ class ReplicaCheck:
     def __init__(
         self, mesh: DeviceMesh, *, immediate: bool, replication_warnings: ReplicationWarnings | None = None
     ) -> None:
-        self.mesh, self._immediate = mesh, immediate
+        self.mesh, self.is_immediate = mesh, immediate
         self.replication_warnings = replication_warnings  # None: operators without a rule are refused
         self.path = ""  # the path of the module whose forward runs
         self._entries: list[_Entry | Callable[[], _Entry]] = []
@@ -57,7 +57,7 @@ class ReplicaCheck:
         """
         if mesh.group.world_size == 1 or not tensor.numel():
             return
-        is_due = is_due or self._immediate
+        is_due = is_due or self.is_immediate
         version = -1 if tensor.is_inference() else version_of(tensor)
         seen = self._seen.get(id(tensor))
         if seen is not None and seen[0]() is tensor and seen[1] == version != -1 and seen[2] >= is_due:
@@ -69,7 +69,7 @@ class ReplicaCheck:
             self._entries.append(describe)
             return
         entry = describe()
-        if self._immediate:
+        if self.is_immediate:
             _compare([entry], mesh, entry)
             return
         if self._due is None:
@@ -90,7 +90,7 @@ class ReplicaCheck:
         def entry() -> _Entry:
             return where, _CALL, *describe()
 
-        if self._immediate:
+        if self.is_immediate:
             _compare([entry()], self.mesh, entry())
         else:
             self._entries.append(entry)

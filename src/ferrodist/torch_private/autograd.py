@@ -9,6 +9,7 @@
 `Tensor._version`, `_base`                           2.10 to 2.15
 `Tensor._backward_hooks`                             2.10 to 2.15
 `Tensor._post_accumulate_grad_hooks`                 2.10 to 2.15
+`torch._C._autograd._top_saved_tensors_default_hooks`  2.10 to 2.15
 ===================================================  =================
 """
 
@@ -71,3 +72,13 @@ def backward_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:
 def has_accumulate_hooks(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has hooks that run after its ``grad`` is accumulated."""
     return bool(tensor._post_accumulate_grad_hooks)
+
+
+_top_saved_tensor_hooks: Any = getattr(
+    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", lambda _ignores_tracing: True
+)
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Return whether hooks take what autograd saves, as those of activation checkpoints; True if torch can't say."""
+    return _top_saved_tensor_hooks(True) is not None

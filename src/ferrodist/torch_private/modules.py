@@ -3,6 +3,7 @@
 ===================================================  =================
 `Module._parameters`, `_buffers`, `_modules`         2.10 to 2.15
 `Module._forward_hooks` and three like it            2.10 to 2.15
+`Module._compiled_call_impl`                         2.10 to 2.15
 `torch.nn.modules.batchnorm._BatchNorm`              2.10 to 2.15
 `torch.nn.modules.batchnorm._LazyNormBase`           2.10 to 2.15
 `torch.compile`'s `_orig_mod`                        2.10 to 2.15
@@ -58,6 +59,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def has_hooks(module: torch.nn.Module) -> bool:
     """Return whether a module has forward or backward hooks."""
     return any(getattr(module, name, None) for name in _HOOKS)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether calls of a module are compiled, by its method `compile`."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def clear_hooks(module: torch.nn.Module) -> None:

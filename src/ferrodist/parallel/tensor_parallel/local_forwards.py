@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ferrodist.parallel.tensor_parallel.local_calls import LOCAL_CALL, NotLocalError
 from ferrodist.parallel.tensor_parallel.wrapped_forwards import map_nested
 from ferrodist.tensor.dtensor import DTensor, wrap_local
 from ferrodist.tensor.linear import linear
@@ -61,20 +62,23 @@ class NormForward:
             return self._forward(*args, **kwargs)
         module = self._forward.__self__
         parameters = own_parameters(module)
+        is_in_block = LOCAL_CALL.get() is not None
         if (
             kwargs
             or not args
             or self._has_state
             or self._writes
-            or not all(isinstance(one, DTensor) and one.placements == _REPLICATED for one in args)
+            or not (is_in_block or all(isinstance(one, DTensor) and one.placements == _REPLICATED for one in args))
             or any(map(_is_sharded, parameters.values()))
             # Parametrizations and hooks that compute parameters, which would be DTensors.
             or own_modules(module)
             or own_buffers(module)
             or any(isinstance(one, DTensor) for one in module.__dict__.values())
         ):
-            return self._forward(*args, **kwargs)
+            return self._compute_distributed(args, kwargs)
         if self._writes is None:  # local tensors, which are views, could not be written
+            if is_in_block:
+                raise NotLocalError
             versions = [version_of(one) for one in args if not one.is_inference()]
             result = self._forward(*args)
             self._writes = versions != [version_of(one) for one in args if not one.is_inference()]
@@ -84,13 +88,22 @@ class NormForward:
         own = {name: one.to_local() if isinstance(one, DTensor) else None for name, one in parameters.items()}
         before = {**module.__dict__, "_parameters": own}
         local.__dict__.update(before)
-        result = type(module).forward(local, *[one.to_local() for one in args])
+        # In a block views of its plain tensors, for gradients are summed in the same order then.
+        inputs = [one.view_as(one) if is_in_block else one.to_local() for one in args]
+        result = type(module).forward(local, *inputs)
         after = local.__dict__
         if len(after) != len(before) or any(after.get(name) is not one for name, one in before.items()):
             self._has_state = True
-            return self._forward(*args)
+            return self._compute_distributed(args, kwargs)
+        if is_in_block:
+            return result
         mesh = args[0].mesh
         return map_nested(lambda one: _wrap(one, mesh), result)
+
+    def _compute_distributed(self, args: Any, kwargs: Any) -> Any:
+        if LOCAL_CALL.get() is not None:
+            raise NotLocalError
+        return self._forward(*args, **kwargs)
 
 
 def _wrap(result: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -114,6 +127,8 @@ class LinearForward:
         if is_compiling():
             return self._forward(input)  # type: ignore[no-any-return]
         module = self._forward.__self__
+        if (call := LOCAL_CALL.get()) is not None:
+            return call.linear(input, module.weight, module.bias)
         given: Any = (input, module.weight, module.bias)
         result: torch.Tensor | None = None
         if all(isinstance(one, DTensor) or one is None for one in given) and not torch.is_autocast_enabled("cpu"):

@@ -22,6 +22,7 @@ from ferrodist.parallel.module_init import (
 from ferrodist.parallel.program_failures import report_failure
 from ferrodist.parallel.tensor_parallel.async_linear import AsyncTPLinear
 from ferrodist.parallel.tensor_parallel.experts import ExpertStyle, IdentityExpert
+from ferrodist.parallel.tensor_parallel.local_blocks import LocalBlock, find_local_blocks
 from ferrodist.parallel.tensor_parallel.local_forwards import make_local_forward
 from ferrodist.parallel.tensor_parallel.model_plan import read_plan
 from ferrodist.parallel.tensor_parallel.plan import check_tensors, parameter_placements, plan_lines, resolve_plan
@@ -101,6 +102,7 @@ def parallelize(
     check: bool = False,
     fallback: str = "replicate",
     init: Callable[[nn.Module], object] | str | None = None,
+    local_blocks: bool = True,
 ) -> _Module:
     """Shard a module over the ranks of a mesh by a plan; every rank of the mesh calls this.
 
@@ -135,6 +137,9 @@ def parallelize(
             calls ``module.reset_parameters()``, or in a transformers model its ``_init_weights(module)``. Every rank
             calls it; rank 0's values are used. "empty" fills such parameters with NaN, for a load that follows: a rank
             then allocates its shards alone, and nothing is sent. Buffers are initialised as by None.
+        local_blocks: Whether blocks of linear layers and norms, as a decoder's layers, compute on local tensors once
+            the ranks have found that this gives the same bits: in the first forwards of a kind, which take longer.
+            Gradients of gradients don't go through such a block.
 
     Returns:
         ``module``.
@@ -154,17 +159,22 @@ def parallelize(
         check_type(module, nn.Module, "parallelize takes a torch.nn.Module")
         check_bool("gathers_outputs", gathers_outputs)
         check_bool("check", check)
+        check_bool("local_blocks", local_blocks)
         _check_fallback(fallback)
         initialise = resolve_initialiser(init, module)
     except (TypeError, ValueError) as error:
         failure = error
-    settings = f"gathers_outputs={gathers_outputs}, check={check}, fallback={fallback!r}"
+    settings = f"gathers_outputs={gathers_outputs}, check={check}, fallback={fallback!r}, local_blocks={local_blocks}"
     if isinstance(initialise, LeaveEmpty):
         settings += ", init='empty'"
     styles = shard_module(module, mesh, plan, settings=settings, init=initialise, failure=failure)
     state = ParallelState(mesh, gathers=gathers_outputs, checks=check, replicates=fallback == "replicate")
     for path, one in module.named_modules():
         _wrap_forward(one, mesh, styles.get(path))
+    if local_blocks and not check:
+        for block in find_local_blocks(module, styles).values():
+            block.forward = LocalBlock(block, mesh)
+    for path, one in module.named_modules():
         if type(one).forward is not nn.Module.forward:
             one.forward = ReplicatedForward(one.forward, path, state)
         if callable(getattr(type(one), "generate", None)):

@@ -27,6 +27,7 @@ from ferrodist.parallel.backward_hooks import current_backward_id
 from ferrodist.parallel.program_failures import report_failure
 from ferrodist.parallel.tensor_parallel import compiled_forwards
 from ferrodist.parallel.tensor_parallel.compiled_forwards import GraphPlacement, prepare_compiler
+from ferrodist.parallel.tensor_parallel.local_calls import LOCAL_CALL
 from ferrodist.tensor.dtensor import DTensor, is_placed, reduce_grad_once
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.tensor.plain_tensors import ACTIVE_CHECK, BACKWARD_CHECKS, is_plain
@@ -122,6 +123,8 @@ class ShardedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""
+        if not is_compiling() and LOCAL_CALL.get() is not None:
+            return self._forward(*args, **kwargs)
         is_plain = self._given is not None and not find_dtensors([args, kwargs])
         names = self._names
         args = tuple(
