@@ -4,6 +4,7 @@
 `Module._parameters`, `_buffers`, `_modules`         2.10 to 2.15
 `Module._forward_hooks` and three like it            2.10 to 2.15
 `Module._compiled_call_impl`                         2.10 to 2.15
+`torch.nn.modules.module._has_any_global_hook`       2.10 to 2.15
 `torch.nn.modules.batchnorm._BatchNorm`              2.10 to 2.15
 `torch.nn.modules.batchnorm._LazyNormBase`           2.10 to 2.15
 `torch.compile`'s `_orig_mod`                        2.10 to 2.15
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-from torch.nn.modules import batchnorm
+from torch.nn.modules import batchnorm, module
 
 from ferrodist.torch_private.names import missing_error
 
@@ -52,6 +53,9 @@ def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     """Return the dictionary of a module's children."""
     return module._modules
 
+
+has_global_hooks: Any = getattr(module, "_has_any_global_hook", bool)  # bool() is False
+"""Return whether there are hooks of all modules."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,10 +37,17 @@ from ferrodist.tensor.trial_values import random_like, with_random_values
 from ferrodist.torch_private.autograd import has_saved_tensor_hooks, version_of
 from ferrodist.torch_private.compilers import is_compiling
 from ferrodist.torch_private.modes import num_dispatch_modes, num_function_modes
-from ferrodist.torch_private.modules import has_hooks, is_compiled, own_buffers, own_modules, own_parameters
+from ferrodist.torch_private.modules import (
+    has_global_hooks,
+    has_hooks,
+    is_compiled,
+    own_buffers,
+    own_modules,
+    own_parameters,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from ferrodist.mesh import DeviceMesh
 
@@ -47,6 +55,8 @@ _REPLICATED = (Replicate(),)
 _SIMPLE_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _MOST_TRIALS = 2
 """The number of shapes of inputs with which a kind of forward is tried."""
+_MOST_KINDS = 8
+"""The number of kinds of a block's forward that are tried; a number among the arguments may be another in each."""
 
 
 def find_local_blocks(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, nn.Module]:
@@ -164,13 +174,14 @@ class LocalBlock:
             kind = self._find_kind(args, kwargs, sizes)
         except NotLocalError:
             return self._forward(*args, **kwargs)
-        if kind in self._distributed:
+        is_untried = kind not in self._sizes and len(self._sizes) >= _MOST_KINDS
+        if is_untried or kind in self._distributed:
             return self._forward(*args, **kwargs)
         tried = self._sizes.setdefault(kind, set())
         key = tuple(sizes)
         if key in tried or len(tried) >= _MOST_TRIALS:
             with contextlib.suppress(NotLocalError):
-                return self._compute_locally(*args, **kwargs)
+                return self._compute_locally(args, kwargs)
             self._distributed.add(kind)
             return self._forward(*args, **kwargs)
         return self._try_out(kind, key, args, kwargs)
@@ -186,6 +197,7 @@ class LocalBlock:
             and not num_dispatch_modes()
             and not has_saved_tensor_hooks()
             and not any(map(has_hooks, self._modules[1:]))
+            and not has_global_hooks()
             and not any(map(is_compiled, self._modules))
             and all(owner.get(name) is part for owner, name, part in self._parts or self._find_parts())
             and self._is_whole
@@ -224,16 +236,14 @@ class LocalBlock:
             sizes.append(value.shape)
             return (isinstance(value, DTensor), value.dtype, value.dim(), value.requires_grad)
         if type(value) in _SIMPLE_TYPES:
-            return value if type(value) is not bool else (bool, value)
-        if type(value) in (tuple, list):
-            return (type(value), *[self._describe(one, sizes) for one in value])
-        if type(value) is dict:
-            return (dict, *[(name, self._describe(one, sizes)) for name, one in value.items()])
-        raise NotLocalError
+            return (type(value), value)
+        if type(value) is tuple:
+            return tuple([self._describe(one, sizes) for one in value])
+        raise NotLocalError  # a list or a mapping may be written to, as a cache is
 
-    def _compute_locally(self, *args: Any, **kwargs: Any) -> Any:
+    def _compute_locally(self, args: Any, kwargs: Any, *, is_trial: bool = False) -> Any:
         mesh = self._mesh
-        token = LOCAL_CALL.set(LocalCall(mesh))
+        token = LOCAL_CALL.set(LocalCall(mesh, is_trial=is_trial))
         try:
             result = self._forward(
                 *[map_nested(self._localize, one) for one in args],
@@ -268,14 +278,16 @@ class LocalBlock:
             and torch.equal(generator, torch.get_rng_state())
             and all(_are_same(before, one.__dict__) for before, one in zip(attributes, self._modules, strict=True))
         )
-        is_equal = is_pure and self._are_ways_equal(args, kwargs)
-        group = self._mesh.group
-        verdicts = share_bytes(group, "local block", bytes([is_equal]), group.timeout)
-        if all(verdict == b"\1" for verdict in verdicts):
+        # Ranks may differ in the first, and the second takes all of them.
+        if self._agree(is_pure) and self._agree(self._are_ways_equal(args, kwargs)):
             self._sizes[kind].add(sizes)
         else:
             self._distributed.add(kind)
         return result
+
+    def _agree(self, verdict: bool) -> bool:  # noqa: FBT001 - what is agreed on
+        group = self._mesh.group
+        return all(one == b"\1" for one in share_bytes(group, "local block", bytes([verdict]), group.timeout))
 
     def _are_ways_equal(self, args: Any, kwargs: Any) -> bool:
         """Return whether random inputs give the same in both ways, with random parameters."""
@@ -289,18 +301,33 @@ class LocalBlock:
         inputs = [*find_dtensors([args, kwargs]), *parameters]
         with with_random_values(parameters), unrecorded():
             try:
-                expected = _values_and_grads(self._forward, args, kwargs, inputs)
-                found = _values_and_grads(self._compute_locally, args, kwargs, inputs)
+                result = self._forward(*args, **kwargs)
+                structure, expected = _structure_of(result), _values_and_grads(result, inputs)
+                result = self._compute_locally(args, kwargs, is_trial=True)
+                is_similar, found = _structure_of(result) == structure, _values_and_grads(result, inputs)
             except DistributedError:
                 raise
             except Exception:  # noqa: BLE001 - the module's code can't compute on local tensors
                 return False
-        return len(expected) == len(found) and all(map(_are_equal, expected, found))
+        return is_similar and len(expected) == len(found) and all(map(_are_equal, expected, found))
 
 
-def _values_and_grads(way: Callable[..., Any], args: Any, kwargs: Any, inputs: Sequence[torch.Tensor]) -> list[Any]:
-    """The tensors that a forward gives, and the gradients of its inputs by random gradients of these."""
-    results = find_dtensors(way(*args, **kwargs))
+def _structure_of(result: Any) -> Any:
+    """A result but for the values of its tensors. NotLocalError: it has objects of other types."""
+    if isinstance(result, torch.Tensor):
+        return (type(result), result.dtype, result.shape)
+    if type(result) in _SIMPLE_TYPES:
+        return (type(result), result)
+    if isinstance(result, Mapping):
+        return (type(result), *[(name, _structure_of(one)) for name, one in result.items()])
+    if isinstance(result, list | tuple):
+        return (type(result), *map(_structure_of, result))
+    raise NotLocalError
+
+
+def _values_and_grads(result: Any, inputs: Sequence[torch.Tensor]) -> list[Any]:
+    """The tensors of a result, and the gradients of inputs by random gradients of these."""
+    results = find_dtensors(result)
     roots = [one for one in results if one.requires_grad]
     leaves = [one for one in inputs if one.requires_grad]
     if not roots or not torch.is_grad_enabled():

@@ -23,10 +23,13 @@ class NotLocalError(Exception):
 
 
 class LocalCall:
-    """A forward of a block in which tensors are plain: replicated, or this rank's features of sharded ones."""
+    """A forward of a block in which tensors are plain: replicated, or this rank's features of sharded ones.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+    An error in a trial is not the program's.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, is_trial: bool) -> None:
+        self._mesh, self.is_trial = mesh, is_trial
         self._shared: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
     def linear(self, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

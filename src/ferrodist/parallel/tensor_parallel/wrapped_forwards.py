@@ -229,7 +229,8 @@ class ReplicatedForward:
         try:
             return self._forward(*args, **kwargs)
         except Exception:
-            state.failed_path = state.failed_path or self._path
+            if (call := LOCAL_CALL.get()) is None or not call.is_trial:
+                state.failed_path = state.failed_path or self._path
             raise
         finally:
             state.forward_check.path = outer

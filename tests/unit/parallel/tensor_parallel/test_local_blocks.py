@@ -59,6 +59,8 @@ class Model(nn.Module):
     def forward(self, x, scale=None):
         for block in self.blocks:
             x = block(x, scale)
+            if isinstance(x, tuple):
+                x = x[0] * (x[1] / WIDTH)
         return self.head(x)
 
 
@@ -76,7 +78,7 @@ def seeded(kind: type[nn.Module] = Block) -> Model:
 
 @pytest.fixture(autouse=True)
 def _models():
-    for kind in (Block, Smooth, ByHeads, NormsOfHeads, Gated, Mean, Dropping, Keeping, Writing, Weighted):
+    for kind in (Block, Smooth, ByHeads, NormsOfHeads, Gated, Mean, Dropping, Keeping, Counting, Writing, Weighted):
         _initial(kind)
 
 
@@ -213,6 +215,14 @@ class Writing(Block):
         return super().forward(x, scale)
 
 
+class Counting(Block):
+    """A result that has the number of a rank's features."""
+
+    def forward(self, x, scale=None):
+        count = self.attend(self.before(x)).shape[-1]
+        return super().forward(x, scale), count
+
+
 class Weighted(Block):
     """A parameter of the block's own."""
 
@@ -233,6 +243,7 @@ class Weighted(Block):
         (Mean, "distributed"),
         (Dropping, "distributed"),
         (Keeping, "distributed"),
+        (Counting, "distributed"),
         (Weighted, None),
     ],
 )
@@ -295,6 +306,23 @@ def test_settings_are_kinds_of_their_own():
         return same(*results)
 
     assert run_ranks(program, 2) == [True, True]
+
+
+def test_other_numbers_in_each_call_are_not_tried_forever():
+    """A factor that changes with the steps makes each forward one of a new kind."""
+
+    def program(group):
+        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN)
+        other = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN, local_blocks=False)
+        counts = []
+        for step in range(12):
+            with torch.no_grad():
+                assert same([model(batch(), 1.0 + step)], [other(batch(), 1.0 + step)])
+            forward = model.blocks[0].forward._forward
+            counts.append(len(forward._sizes))
+        return counts
+
+    assert run_ranks(program, 2) == [[*range(1, 9), 8, 8, 8, 8]] * 2
 
 
 def test_gradients_of_gradients():
