@@ -25,7 +25,7 @@ from ferrodist.parallel.tensor_parallel.styles import IOPlacements, Style
 from ferrodist.parallel.tensor_parallel.token_routing import expert_range
 from ferrodist.parallel.tensor_parallel.wrapped_forwards import find_arguments
 from ferrodist.tensor.dtensor import DTensor
-from ferrodist.tensor.placement import Placement, Replicate, Shard
+from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,6 +129,16 @@ class ExpertParallel(ExpertStyle):
             raise TypeError(f"capacity_factor must be a number or None, not {factor!r}")
         if not 0 < factor < math.inf:
             raise ValueError(f"capacity_factor must be more than 0 and finite, not {factor!r}")
+
+    @override
+    def check(self, name: str, module: nn.Module) -> None:
+        ExpertStyle.check(self, name, module)
+        for key, placement in self.parameters.items():
+            if isinstance(placement, Shard | Partial) and placement != Shard(0):
+                raise ValueError(
+                    f"ExpertParallel can't have parameter {key!r} of module {name!r} as {placement}: it shards experts,"
+                    " along dim 0. Give Replicate() for a parameter without experts, or use TensorParallelExperts"
+                )
 
     @override
     def placement_of(self, name: str, parameter: torch.Tensor) -> Placement:

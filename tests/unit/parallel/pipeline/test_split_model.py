@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from ferrodist import DDP, FSDP, DeviceMesh, split_model
+from ferrodist import DDP, FSDP, DeviceMesh, parallelize, split_model
 from ferrodist.checkpoint import load_distributed, save_distributed
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.parallel.pipeline import Balance, Pipeline, PipelineSchedule, find_shared
@@ -473,6 +473,19 @@ def test_wrong_arguments():
         split_model(model, 2, None, Balance.TIMES, sample=BATCH, costs=[1] * 6)
 
 
+def test_sharded_models_are_refused():
+    """A stage would run without the code that gathers its parameters."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2,), ("tensor",))
+        with pytest.raises(ValueError, match=r"parameter '\S+' is distributed: split the model before"):
+            split_model(parallelize(own_model(), mesh, {}), 2, group, sample=BATCH)
+        with pytest.raises(ValueError, match=r"parameter '\S+' belongs to an FSDP.*: split the model before"):
+            split_model(FSDP(own_model(), group), 2, group, sample=BATCH)
+
+    run_ranks(program, 2)
+
+
 def test_ranks_that_disagree():
     """Ranks with other models, and ranks beside one with a wrong argument, raise at once."""
 
@@ -482,5 +495,16 @@ def test_ranks_that_disagree():
         kind = ValueError if group.rank else UnsupportedOpError
         with pytest.raises(kind, match=r"fails on its inputs"):
             split_model(own_model(), 2, group, sample=torch.ones(3) if group.rank else BATCH)
+        for arguments, kind, match in [
+            ({"model": 3}, TypeError, "model must be a torch.nn.Module, not int"),
+            ({"num_stages": "two"}, TypeError, "num_stages must be an integer, not 'two'"),
+            ({"output": 3}, TypeError, "output must be the name of an item"),
+            ({"blocks": "decoder"}, TypeError, "blocks must be names of lists of blocks, such as .* not 'decoder'"),
+            ({"blocks": 3}, TypeError, "blocks must be names of lists of blocks"),
+            ({"balance": Balance.TIMES, "costs": [1] * 6}, ValueError, "pass it or costs=, not both"),
+        ]:
+            given = {"model": own_model(), "num_stages": 2, "mesh_or_group": group, "sample": BATCH}
+            with pytest.raises(kind if group.rank else UnsupportedOpError, match=match):
+                split_model(**given | (arguments if group.rank else {}))
 
     run_ranks(program, 2)
