@@ -12,7 +12,7 @@ import torch
 from ferrodist.arguments import check_int, check_type
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.parallel.context_parallel.arguments import check_bounds
-from ferrodist.parallel.context_parallel.layout import context_shard, local_length
+from ferrodist.parallel.context_parallel.layout import check_local, context_shard, local_length
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -187,6 +187,7 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
                 f" pass only {', '.join(_TAKEN)}"
             )
         check_type(each, torch.Tensor, f"batch[{name!r}] must be a torch.Tensor")
+        check_local("context_shard_batch", each, f"batch[{name!r}]", "pass its full_tensor()")
     ids = batch["input_ids"]
     if ids.dim() != 2 or ids.shape[1] == 0:
         raise ValueError(f"input_ids must be of shape (batch, tokens), with tokens, not {tuple(ids.shape)}")

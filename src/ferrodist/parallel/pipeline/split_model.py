@@ -115,10 +115,7 @@ def split_model(
     found: dict[str, Any] = {}
 
     def find_costs() -> Sequence[float | None]:
-        _check_model(model)
-        check_int("num_stages", num_stages, min=1)
-        if costs is not None and balance is Balance.TIMES:
-            raise ValueError("Balance.TIMES measures the costs: pass it or costs=, not both")
+        _check_arguments(model, num_stages, balance, costs)
         select = _selector(output)
         units = find_units(model, blocks)
         args, kwargs = _sample_of(model, sample)
@@ -165,10 +162,12 @@ def split_model(
     return Stages(stages, [""] * num_stages, costs=stage_costs, costs_name=name, shared=find_shared(stages))
 
 
-def _check_model(model: object) -> None:
-    """Raise unless a model is a module that no wrapper has changed."""
+def _check_arguments(model: torch.nn.Module, num_stages: int, balance: object, costs: object) -> None:
+    """Raise unless a model is a module that no wrapper has changed, and the other arguments fit."""
     check_type(model, torch.nn.Module, "model must be a torch.nn.Module")
-    assert isinstance(model, torch.nn.Module), "`check_type` has seen it"
+    check_int("num_stages", num_stages, min=1)
+    if costs is not None and balance is Balance.TIMES:
+        raise ValueError("Balance.TIMES measures the costs: pass it or costs=, not both")
     sharded = [f"parameter {name!r}" for name, one in model.named_parameters() if isinstance(one, DTensor)]
     reason = describe_claim(model.named_parameters()) or (f"{sharded[0]} is distributed" if sharded else None)
     if reason is not None:

@@ -399,6 +399,7 @@ def test_wrong_arguments_of_the_block():
             ((1,), "mesh must be a DeviceMesh", TypeError),
             ((mesh,), "mesh must have one axis", ValueError),
             ((mesh["context"], "tree"), "method must be", ValueError),
+            ((mesh["context"], ["ring"]), "method must be 'ring' or 'ulysses', not list", TypeError),
         ]:
             with pytest.raises(error, match=match), fd.context_parallel(*arguments):
                 pass
@@ -406,6 +407,20 @@ def test_wrong_arguments_of_the_block():
             pass
         with pytest.raises(RuntimeError, match="sdpa"), fd.context_parallel(mesh["context"]):
             torch.ones(1) + 1
+
+
+def test_calls_in_a_block_inside_of_another_count_for_both():
+    """As of a function that opens a block, and is called in one."""
+
+    def program(group):
+        mesh, q = fd.DeviceMesh(group, (2,), ("context",)), torch.ones(1, 1, 2, 4)
+        with fd.context_parallel(mesh):
+            with fd.context_parallel(mesh):
+                scaled_dot_product_attention(q, q, q)
+            with pytest.raises(RuntimeError, match="nothing inside of the block"), fd.context_parallel(mesh):
+                pass
+
+    run_ranks(program, 2)
 
 
 def test_a_block_without_attention_on_one_rank_is_an_error_on_all():

@@ -445,7 +445,7 @@ def test_experts_are_sharded_once():
 
     def program(group):
         model = fd.parallelize_experts(seeded(Block), mesh_of(group), {"experts": ExpertParallel()})
-        with pytest.raises(ValueError, match="'experts.gate_up_proj' is distributed already"):
+        with pytest.raises(ValueError, match=r"'experts\.gate_up_proj' is distributed already"):
             fd.parallelize_experts(model, mesh_of(group), {"experts": ExpertParallel()})
 
     run_ranks(program, 2)
