@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.pipeline.model_skeleton import Skeleton
 
 _SHAPE = "ferrodist.shape"  # the key of an input that travels as its shape
+_MESSAGE_KEYS = {"args", "kwargs", "values"}  # of what a stage returns to the next one
 _MAX_FLOWS = 256  # shapes of inputs whose flow is kept
 
 
@@ -176,8 +177,20 @@ class ModelStage(ModulePart):
             module = module.get_submodule(name)
         return module
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise TypeError: a stage can't be copied or pickled, as its tied parameters are other stages', too."""
+        raise TypeError(
+            "a stage of split_model shares its model's code with other stages, and can't be copied or pickled: save"
+            " its state_dict(), or split a copy of the model"
+        )
+
     def _unpack(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
         if self._index:
+            if len(inputs) != 1 or not isinstance(inputs[0], Mapping) or not inputs[0].keys() >= _MESSAGE_KEYS:
+                kinds = ", ".join(type(each).__name__ for each in inputs) or "nothing"
+                raise TypeError(
+                    f"stage {self._index} of a divided model takes what stage {self._index - 1} returned, not {kinds}"
+                )
             message = inputs[0]
             kwargs = {name: _unpack_input(each) for name, each in message["kwargs"].items()}
             return tuple(map(_unpack_input, message["args"])), kwargs, message["values"]

@@ -348,13 +348,29 @@ class ParallelState:
         try:
             if not is_in_backward:
                 self._leave_backward()
-            with self.checking(self.forward_check):
+            with self.checking(self.forward_check), self._naming_module(path):
                 self.forward_check.path = path
                 yield
         except Exception as error:
             if not is_in_backward:  # where torch's activation checkpoints end a forward by an error
                 self._report(error, self.failed_path or path, is_by_model=is_by_model)
             raise
+
+    def _naming_module(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """A block whose errors between ranks name the module; with ``checks`` they name it without."""
+        if self.checks:
+            return contextlib.nullcontext()
+
+        def describe() -> str:
+            inner = self.failed_path or path
+            where = f", in module {inner!r}" if inner else ""
+            return f"Rank {self.mesh.group.rank} was in a forward of a parallelized model{where}."
+
+        return add_error_context(
+            describe,
+            "Every rank must call the model with the same inputs: parallelize(..., check=True) finds the first tensor"
+            " that differs.",
+        )
 
     def _leave_backward(self) -> None:
         """Raise CollectiveMismatchError if another rank is in a backward still, in that of any model on the mesh.

@@ -418,6 +418,19 @@ def test_calls_that_differ_between_ranks(change, message, check):
     run_ranks(program, 2, timeout=20)
 
 
+def test_inputs_of_different_shapes_name_the_module():
+    """The first collective that differs is in it; the remedy finds the input."""
+
+    def program(group):
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = fd.parallelize(layers, mesh_of(group), {"0": ColumnParallel(), "1": RowParallel()})
+        where = f"Rank {group.rank} was in a forward of a parallelized model, in module '1'. .* check=True"
+        with pytest.raises(CollectiveMismatchError, match=where):
+            model(torch.ones(2 + group.rank, 4))
+
+    run_ranks(program, 2)
+
+
 def test_different_inputs_are_found_with_check():
     """They count as replicated; with `check` the ranks compare them too."""
 
