@@ -269,7 +269,7 @@ class ReplicatedForward:
         words = (
             f"{'with' if torch.is_grad_enabled() else 'without'} gradients of {sum(trained)} parameters in"
             f" {'training' if module is not None and module.training else 'evaluation'}, of model"
-            f" {self._state.number} of the mesh"
+            f" {self._state.model_index} of the mesh"
         )
         return words, bytes(trained).hex()
 
@@ -296,18 +296,19 @@ _WITH_GRADIENTS = "tensor_parallel.with_gradients"
 
 
 class ParallelState:
-    """The state that the modules of a parallel model share; ``number`` counts the models that the mesh's ranks made.
+    """The state that the modules of a parallel model share; ``model_index`` counts those that were made on the mesh.
 
     ``gathers``: results become full plain tensors if a module is called from outside. ``checks``: ranks compare each
     plain tensor when it is used, and the inputs too. ``replicates``: operators without a rule are computed replicated.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, *, gathers: bool, checks: bool, replicates: bool, number: int | None = None
+        self, mesh: DeviceMesh, *, gathers: bool, checks: bool, replicates: bool, model_index: int | None = None
     ) -> None:
         models = mesh.parent.attachments.setdefault(_MODEL_COUNTS, collections.Counter())
-        models[mesh.identity] += number is None
-        self.number = models[mesh.identity] if number is None else number  # a copy, which one rank may make, has no own
+        models[mesh.identity] += model_index is None
+        # A copy, which one rank may make alone, has the original's.
+        self.model_index = models[mesh.identity] if model_index is None else model_index
         self.mesh, self.gathers, self.checks, self.replicates = mesh, gathers, checks, replicates
         self.failed_path = ""  # of the innermost module whose forward raised
         self.graph_depth = 0  # more than 0 while the compiler traces the inside of a forward
@@ -321,7 +322,11 @@ class ParallelState:
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
         """The state of a copy of the model."""
         made = memo[id(self)] = ParallelState(
-            self.mesh, gathers=self.gathers, checks=self.checks, replicates=self.replicates, number=self.number
+            self.mesh,
+            gathers=self.gathers,
+            checks=self.checks,
+            replicates=self.replicates,
+            model_index=self.model_index,
         )
         return made
 
@@ -439,12 +444,12 @@ class GatheredMethod:
                 result = map_nested(gather, self._method(*args, **kwargs))
         except Exception:
             with contextlib.suppress(DistributedError):  # if the others are in another collective, they raise in that
-                self._meet(failed=True)
+                self._agree_on_end(failed=True)
             raise
-        self._meet(failed=False)
+        self._agree_on_end(failed=False)
         return result
 
-    def _meet(self, *, failed: bool) -> None:
+    def _agree_on_end(self, *, failed: bool) -> None:
         """Raise RankFailedError if the method failed on another rank; all ranks call this at its end."""
         group, name = self._state.mesh.group, getattr(self._method, "__name__", "a method")
         if group.world_size == 1 or group.failure is not None:
