@@ -20,9 +20,11 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 
 from ferrodist.collectives.engines.host import share_bytes
-from ferrodist.errors import DistributedError, RankFailedError, add_error_context, ranks_text
+from ferrodist.collectives.objects import all_gather_object
+from ferrodist.errors import CollectiveMismatchError, DistributedError, RankFailedError, add_error_context, ranks_text
 from ferrodist.parallel.backward_hooks import current_backward_id
 from ferrodist.parallel.program_failures import report_failure
 from ferrodist.parallel.tensor_parallel import compiled_forwards
@@ -352,7 +354,7 @@ class ParallelState:
         self.failed_path = ""
         try:
             if not is_in_backward:
-                self._leave_backward()
+                self._begin_forward(path)
             with self.checking(self.forward_check), self._naming_module(path):
                 self.forward_check.path = path
                 yield
@@ -377,21 +379,34 @@ class ParallelState:
             " that differs.",
         )
 
-    def _leave_backward(self) -> None:
-        """Raise CollectiveMismatchError if another rank is in a backward still, in that of any model on the mesh.
+    def _begin_forward(self, path: str) -> None:
+        """Raise CollectiveMismatchError on all ranks unless all begin a forward of one module, alike in gradients.
 
-        Collectives of this forward may look like those of that backward, and would take their elements. All ranks call
-        this before a forward; it is an exchange once a forward with gradients has run.
+        Another rank may be in a backward still, of any model on the mesh, or call another model: its collectives may
+        look like those of this forward, and would take their elements. All ranks call this before a forward; it is an
+        exchange once a forward with gradients has run.
         """
         group, identity = self.mesh.group, self.mesh.identity
         with_gradients: set[Any] = self.mesh.parent.attachments.setdefault(_WITH_GRADIENTS, set())
         # With `checks` the forward begins by an exchange anyway.
         if identity in with_gradients and group.world_size > 1 and not self.checks:
+            gradients = "with" if torch.is_grad_enabled() else "without"
+            module = f"module {path!r} of " if path else ""
+            call = f"{module}model {self.model_index} of the mesh, {gradients} gradients"
             with add_error_context(
                 lambda: f"Rank {group.rank} was at the beginning of a forward of a parallelized model.",
                 "A rank whose backward raises must not go on: let the error end its program.",
             ):
-                share_bytes(group, "begin forward", b"", group.timeout)
+                digests = share_bytes(group, "begin forward", xxhash.xxh3_128_digest(call.encode()), group.timeout)
+            if any(one != digests[0] for one in digests):
+                calls: list[str] = all_gather_object(call, group=group)
+                rank = next(rank for rank, one in enumerate(calls) if one != calls[0])
+                raise CollectiveMismatchError(
+                    f"the ranks of group {group.name!r} begin different forwards of parallelized models: rank 0 one of"
+                    f" {calls[0]}, rank {rank} one of {calls[rank]}. Call models in the same order, and use"
+                    " torch.no_grad() alike, on all ranks",
+                    ranks=(rank,),
+                )
         if torch.is_grad_enabled():
             with_gradients.add(identity)
 

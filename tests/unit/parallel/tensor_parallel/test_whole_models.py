@@ -558,6 +558,30 @@ def test_parameters_added_later_are_refused():
         model[0].more = nn.Parameter(torch.eye(4))
         with pytest.raises(ValueError, match=r"in module '0' \(Adapter\).*it is a leaf that requires grad"):
             model(torch.ones(2, 4))
+        model = fd.parallelize(nn.Sequential(nn.Linear(4, 4)), mesh_of(group), {})
+        model[0].weight = nn.Parameter(torch.eye(4))  # of which the operator gets a view
+        with pytest.raises(ValueError, match=r"in module '0' \(Linear\).*it is a leaf that requires grad, or a view"):
+            model(torch.ones(2, 4))
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("change", ["order", "no_grad"])
+def test_different_forwards_after_one_with_gradients(change):
+    """They would compute with each other's activations: the models make no plain tensors, and are not checked."""
+
+    def program(group):
+        mesh, layer = mesh_of(group), nn.Linear(4, 4)
+        models = [fd.parallelize(copy.deepcopy(layer), mesh, {"": RowParallel()}) for _ in range(2)]
+        models[0](torch.ones(2, 4)).sum().backward()
+        called = models[group.rank if change == "order" else 0]
+        match = {"order": "rank 1 one of model 2 of", "no_grad": "rank 1 one of .* without gradients"}[change]
+        with (
+            torch.set_grad_enabled(group.rank == 0 or change == "order"),
+            pytest.raises(CollectiveMismatchError, match=match),
+        ):
+            called(torch.ones(2, 4))
+        models[1](torch.ones(2, 4))  # the group goes on
 
     run_ranks(program, 2)
 
