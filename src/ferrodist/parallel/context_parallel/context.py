@@ -145,12 +145,12 @@ class _AttentionMode(TorchFunctionMode):
             with self:
                 return _BACKWARDS[func](*args, **kwargs or {})
         if func is scaled_dot_product_attention or func is multi_head_attention_forward:
-            return self._attention_of(func, args, kwargs or {})
+            return self._replace_attention(func, args, kwargs or {})
         return func(*args, **kwargs or {})
 
     @outside_of_compiler
-    def _attention_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call attention in place of a function of torch; `__torch_function__` calls this."""
+    def _replace_attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call attention over all ranks' tokens in place of torch's function; `__torch_function__` calls this."""
         if func is multi_head_attention_forward:
             return multi_head_attention(self._attention, self._refuse, *args, **kwargs)
         # transformers' own attention gets the window as a keyword argument, and leaves it to the mask.
@@ -178,7 +178,7 @@ class _AttentionMode(TorchFunctionMode):
         if not torch.is_grad_enabled():
             backward.guard_checkpoints(lambda: self._depth > 0)
         try:
-            causal = self._kind_of(attn_mask, is_causal=is_causal)
+            causal = self._is_causal(attn_mask, is_causal=is_causal)
             # No rank's estimate of the whole length is too small where that rank has the most tokens.
             length = query.shape[-2] * self._group.world_size
             if (kind := find_other_kind(config, length)) is not None:
@@ -205,7 +205,7 @@ class _AttentionMode(TorchFunctionMode):
         )
         return backward.mark(output)
 
-    def _kind_of(self, mask: torch.Tensor | None, *, is_causal: bool) -> bool:
+    def _is_causal(self, mask: torch.Tensor | None, *, is_causal: bool) -> bool:
         """True if a call is causal; TypeError or ValueError if its mask can't be used."""
         if mask is None:
             if self._causal is not None and is_causal is not self._causal:

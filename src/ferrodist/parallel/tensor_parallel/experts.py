@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
 
 _ADDED_ONCE = frozenset({"down_proj_bias"})
+"""Replicated biases of the experts' outputs, which are sums over the ranks: one rank adds them."""
 
 
 def takes_routing(module: nn.Module) -> bool:
@@ -192,8 +193,8 @@ class TensorParallelExperts(ExpertStyle):
                 f"TensorParallelExperts doesn't know how to shard {unknown[0]!r} of module {name!r}: it knows"
                 f" {', '.join(_KNOWN)}; give the placement as parameters={{{unknown[0]!r}: Shard(...)}}"
             )
-        lies_otherwise = getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True)
-        if lies_otherwise and not self.parameters:
+        has_other_layout = getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True)
+        if has_other_layout and not self.parameters:
             raise ValueError(
                 f"the weights of module {name!r} are transposed, or gates and ups alternate: give their placements, as"
                 " parameters={'gate_up_proj': Shard(2, blocks=2), 'down_proj': Shard(1)}"
@@ -215,7 +216,7 @@ class TensorParallelExperts(ExpertStyle):
         num_experts = self.count_experts(type(module).__name__, module)
         assert self.outputs is None or isinstance(self.outputs, Placement), "`check` has seen it"
         outputs = self.outputs or Replicate()
-        return TensorParallelExpertsForward(module, mesh, num_experts, outputs=outputs, once=_ADDED_ONCE)
+        return TensorParallelExpertsForward(module, mesh, num_experts, outputs=outputs, added_once=_ADDED_ONCE)
 
 
 class IdentityExpert(Style):

@@ -126,9 +126,9 @@ class ColumnParallel(_LayerStyle):
     def __post_init__(self) -> None:
         _refuse(self, "parameters")
         for name in ("blocks", "chunks"):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"ColumnParallel takes {name} of at least 1, not {number!r}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"ColumnParallel takes {name} of at least 1, not {value!r}")
 
     @override
     def placement_of(self, name: str, parameter: torch.Tensor) -> Placement:

@@ -471,6 +471,12 @@ def test_wrong_arguments():
         split_model(model, 2, None, [1, 2], sample=BATCH)
     with pytest.raises(ValueError, match=r"pass it or costs=, not both"):
         split_model(model, 2, None, Balance.TIMES, sample=BATCH, costs=[1] * 6)
+    stages = split_model(model, 2, sample=BATCH)
+    for wrong in [(BATCH,), (), (stages[0](*BATCH), 3)]:
+        with pytest.raises(TypeError, match="stage 1 of a divided model takes what stage 0 returned, not"):
+            stages[1](*wrong)
+    with pytest.raises(TypeError, match="can't be copied or pickled"):
+        copy.deepcopy(stages[0])
 
 
 def test_sharded_models_are_refused():
