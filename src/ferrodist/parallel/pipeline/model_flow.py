@@ -37,8 +37,8 @@ _OF_SHAPE_ALONE = frozenset(
 _READS = frozenset({"numpy", "tolist", "__array__", "__dlpack__"})
 _OF_MODULES = frozenset(vars(torch.nn.Module()))  # attributes that all modules have
 WEIGHT_READ = (
-    "the model's code reads the parameter {name!r} outside of its module's call, for {what}, and only one stage has it:"
-    " call the module instead"
+    "the model's code reads the parameter or buffer {name!r} outside of its module's call, for {what}, and only one"
+    " stage has it: call the module, or pass the input that it is the default of, such as token_type_ids"
 )
 NOT_RETURNED = (
     "{what} gets a tensor that module {name!r} made, but didn't return; only results go from stage to stage: switch off"

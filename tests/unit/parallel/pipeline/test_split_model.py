@@ -405,6 +405,17 @@ class Reads(Model):
         return super().forward(tokens) @ self.blocks[3].layer.weight.new_zeros(9, 1) + self.blocks[0].layer.weight[0, 0]
 
 
+class ReadsDefault(Model):
+    """Reads a buffer outside of its module's call, as the default of an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[3].layer.register_buffer("kinds", torch.zeros(6, dtype=torch.long), persistent=False)
+
+    def forward(self, tokens):
+        return super().forward(tokens + self.blocks[3].layer.kinds)
+
+
 class Leaks(Model):
     """Takes a tensor from a block that the block didn't return."""
 
@@ -434,7 +445,8 @@ class Draws(Model):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (Reads, r"reads the parameter 'blocks.3.layer.weight' outside of its module's call"),
+        (Reads, r"reads the parameter or buffer 'blocks.3.layer.weight' outside of its module's call"),
+        (ReadsDefault, r"'blocks.3.layer.kinds' outside .* pass the input that it is the default of"),
         (Leaks, r"gets a tensor that module 'blocks.0' made, but didn't return"),
         (Writes, r"module 'blocks.1' writes to its arguments in place"),
         (Draws, r"gets random numbers of aten::rand, .* another stage uses, too"),
