@@ -204,6 +204,8 @@ def _check_config(name: str, config: Any, length: int) -> None:
 
 def find_other_kind(config: Any, length: int) -> str | None:
     """The kind of a transformers model's layers that mix tokens otherwise than by attention to all or in a window."""
+    if getattr(config, "trigram_input", False):  # MobileBERT's embeddings are joined with those of both neighbours
+        return "trigram_input"
     for kind in dict.fromkeys(getattr(config, "layer_types", None) or ()):
         chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
         if kind not in {"sliding_attention", "full_attention"} and (chunk is None or chunk < length):

@@ -197,20 +197,31 @@ def test_sliding_windows_are_refused():
         run_ranks(program, 3, 10)
 
 
-def test_layers_of_other_kinds_are_refused():
-    """Convolutions over this rank's tokens alone would be wrong without a word."""
+def _convolutional_model():
     sizes = {"vocab_size": 37, "hidden_size": 24, "block_ff_dim": 32, "block_multiple_of": 16, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "layer_types": ["conv", "full_attention"]}
-    model = transformers.Lfm2ForCausalLM(
+    return transformers.Lfm2ForCausalLM(
         transformers.Lfm2Config(**sizes, **heads, attn_implementation="sdpa", use_cache=False)
     )
 
+
+def _model_of_trigrams():
+    sizes = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1}
+    inner = {"num_attention_heads": 2, "embedding_size": 8, "intra_bottleneck_size": 8, "true_hidden_size": 8}
+    return transformers.MobileBertForMaskedLM(transformers.MobileBertConfig(**sizes, **inner)).eval()
+
+
+@pytest.mark.parametrize(("make", "kind"), [(_convolutional_model, "conv"), (_model_of_trigrams, "trigram_input")])
+def test_layers_of_other_kinds_are_refused(make, kind):
+    """Convolutions over this rank's tokens alone would be wrong without a word."""
+    model = make()
+
     def program(group):
         batch = fd.context_shard_batch({"input_ids": torch.zeros(1, 8, dtype=torch.long)}, group)
-        with fd.context_parallel(fd.DeviceMesh(group, (-1,), ("context",)), causal=True):
+        with fd.context_parallel(fd.DeviceMesh(group, (-1,), ("context",)), causal=kind == "conv"):
             return model(**batch)
 
-    with pytest.raises(fd.RankFailedError, match="layers of the kind 'conv', and context_parallel has only"):
+    with pytest.raises(fd.RankFailedError, match=f"layers of the kind '{kind}', and context_parallel has only"):
         run_ranks(program, 2)
 
 
