@@ -318,3 +318,15 @@ def test_describe_plan():
         "1.bias     (6,)    Replicate()  0.000",
         "4 parameters: 0.00 MiB on this rank of 2, of 0.00 MiB; 0.00 MiB of these replicated",
     ]
+
+
+@pytest.mark.parametrize(("num_ranks", "named"), [(2, []), (3, ["num_attention_heads=4", "num_key_value_heads=2"])])
+def test_heads_that_ranks_cannot_share_are_named(num_ranks, named):
+    """Attention then moves heads between ranks: the plan's table says so, and only then."""
+    mesh = fd.DeviceMesh(fd.SimulatedBackend.create_group(num_ranks)[0], (-1,), ("tensor",))
+    options = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, vocab_size=32, **options))
+    table = fd.describe_plan(model, mesh, "auto").splitlines()
+    assert [line.split()[0] for line in table if "can't share the heads" in line] == named
+    assert not any("heads" in line for line in fd.describe_plan(model, mesh, {"lm_head": "colwise"}).splitlines())

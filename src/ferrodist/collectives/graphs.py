@@ -109,7 +109,7 @@ _last_results: WeakKeyDictionary[Any, dict[bool, torch.Tensor]] = WeakKeyDiction
 """The result of the last operator in each graph that is being traced, in its forward and in its backward."""
 
 
-def after_the_last(call: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
+def in_program_order(call: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
     """The result of an operator that takes the last one's result, so that a graph sends in the program's order."""
     tracer, is_backward = find_tracer(), current_graph_task() != -1
     if tracer is None:
@@ -127,7 +127,7 @@ def after_the_last(call: Callable[[torch.Tensor | None], torch.Tensor]) -> torch
 def add_to_graph(op: CollectiveOp, group: Backend) -> None:
     """Put a call into the graph that is being traced; its ``out`` stands for the result."""
     has_factor = isinstance(op.reduction, PremultipliedSum)
-    result = after_the_last(
+    result = in_program_order(
         lambda last: torch.ops.ferrodist.collective(
             op.source,
             last,
@@ -201,9 +201,9 @@ def _reduction(name: str, factor: float) -> ReduceOp | PremultipliedSum | None:
     return PremultipliedSum(factor) if name == str(PremultipliedSum(factor)) else ReduceOp(name)
 
 
-def _fake_collective(source: torch.Tensor, *facts: Any) -> torch.Tensor:
+def _fake_collective(source: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """The result's shape, of which the operator's last argument is the size."""
-    return source.new_empty(facts[-1])
+    return source.new_empty(arguments[-1])
 
 
 torch.library.register_fake("ferrodist::collective", _fake_collective, lib=_library)

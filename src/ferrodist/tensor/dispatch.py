@@ -433,7 +433,8 @@ def _set_kind(cached: CachedDispatch, func: torch._ops.OpOverload, args: Sequenc
         cached.kind = DispatchKind.SEVERAL
     elif cached.offsets is not None and [str(one.type) for one in returns] == ["List[Tensor]"]:
         cached.kind = DispatchKind.VIEWS
-    if not cached.may_copy and cached.kind is not DispatchKind.ANY:
+    # The first argument of torch.add(1.0, tensor) is a number.
+    if not cached.may_copy and cached.kind is not DispatchKind.ANY and isinstance(args[0], torch.Tensor):
         cached.local = method_call(func) or cached.local
 
 

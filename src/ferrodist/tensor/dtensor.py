@@ -415,7 +415,10 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
         spec: DTensorSpec = ctx.spec
-        local = redistribute_grad(grads[0], spec.without_partial.placements, spec.mesh).to_local()
+        whole: Any = redistribute_grad(grads[0], spec.without_partial.placements, spec.mesh)
+        # For gradients of gradients: each rank has used the gradient for its part of a sum.
+        parts = [Partial() if isinstance(one, Partial) else one for one in spec.placements]
+        local = whole.to_local(grad_placements=parts)
         for placement, num_ranks in zip(spec.placements, spec.mesh.shape, strict=True):
             if isinstance(placement, Partial):
                 if placement.op not in (ReduceOp.SUM, ReduceOp.MEAN):

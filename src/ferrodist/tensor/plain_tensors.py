@@ -212,8 +212,8 @@ def check_plain(
     kind, reason = with_article(type(tensor).__name__), ""
     if not is_plain(tensor):
         reason = f"it is {kind} on {tensor.device}, and distributed tensors are plain ones on the CPU"
-    elif tensor.requires_grad and tensor.is_leaf and not is_backward:
-        reason = "it is a leaf that requires grad, and would get the gradient of a distributed tensor"
+    elif tensor.requires_grad and not is_backward and _is_of_leaf(tensor):
+        reason = "it is a leaf that requires grad, or a view of one, and would get the gradient of a distributed tensor"
     elif check is not None:
         if not is_overwritten:
             check.record(operator, tensor, mesh)
@@ -278,6 +278,12 @@ def _is_base_unreferenced(view: torch.Tensor) -> bool:
     """Return whether nobody else holds the tensor that one is a view of."""
     base = base_of(view)
     return base is None or sys.getrefcount(base) <= _BASE_REFS
+
+
+def _is_of_leaf(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a leaf, or a view of one, as the transposed weight of a linear layer is."""
+    base = base_of(tensor)
+    return (tensor if base is None else base).is_leaf
 
 
 def _has_known_elements(operator: object, tensor: torch.Tensor, *, is_backward: bool) -> bool:

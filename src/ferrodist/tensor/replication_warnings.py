@@ -18,7 +18,7 @@ class ReplicationWarnings:
         self._known: set[tuple[str, str]] = set()
 
     def warn(self, operator: torch._ops.OpOverload, where: str, size_bytes: float) -> None:
-        """Warn that an operator's inputs are gathered, unless this was said before.
+        """Warn that an operator's inputs are gathered, unless it was warned of before.
 
         Args:
             operator: The operator.

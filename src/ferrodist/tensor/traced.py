@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ferrodist.collectives.graphs import after_the_last
+from ferrodist.collectives.graphs import in_program_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,19 +67,19 @@ def traced_redistribute(local: torch.Tensor, source: DTensorSpec, target: DTenso
     name = name_for_graphs(
         f"{source} of strides {source.stride} to {target.placements}", _Move(source, target), source.mesh
     )
-    return after_the_last(lambda last: torch.ops.ferrodist.redistribute(local, last, name))
+    return in_program_order(lambda last: torch.ops.ferrodist.redistribute(local, last, name))
 
 
 def traced_check(tensor: torch.Tensor, operator: object, mesh: DeviceMesh) -> torch.Tensor:
     """A plain tensor that counts as replicated; the ranks compare it when the graph runs."""
     name = name_for_graphs("mesh", mesh, mesh)
-    return after_the_last(lambda last: torch.ops.ferrodist.check_replicated(tensor, last, str(operator), name))
+    return in_program_order(lambda last: torch.ops.ferrodist.check_replicated(tensor, last, str(operator), name))
 
 
 def traced_generator_check(tensor: torch.Tensor, operator: object, mesh: DeviceMesh) -> torch.Tensor:
     """The tensor, of which something is drawn next; the ranks compare torch's generators when the graph runs."""
     name = name_for_graphs("mesh", mesh, mesh)
-    return after_the_last(lambda last: torch.ops.ferrodist.check_generators(tensor, last, str(operator), name))
+    return in_program_order(lambda last: torch.ops.ferrodist.check_generators(tensor, last, str(operator), name))
 
 
 def traced_bounds(indices: torch.Tensor, end: int, ignored: int | None, message: str) -> torch.Tensor:

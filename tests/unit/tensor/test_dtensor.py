@@ -491,3 +491,31 @@ def test_default_device_is_ignored():
             torch.set_default_device(None)
 
     assert run_ranks(program, 2) == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
+def test_gradients_of_gradients_of_partial_sums(op):
+    """Each rank uses the gradient of a sum for its part: the gradient of that gradient is the sum of the ranks'."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (group.world_size,), ("x",))
+        x = torch.linspace(-1, 1, 5, dtype=torch.float64)
+        weights = [torch.linspace(1, 2, 5, dtype=torch.float64) * (rank + 1) for rank in range(group.world_size)]
+
+        def gradient_of_gradient(sum_of_parts):
+            own = x.clone().requires_grad_()
+            (first,) = torch.autograd.grad(sum_of_parts(own).pow(2).sum(), own, create_graph=True)
+            (second,) = torch.autograd.grad(first.pow(2).sum(), own)
+            return second
+
+        def over_ranks(own):
+            tensor = DTensor.from_local(own, mesh, Replicate(), shape=own.shape)
+            part = tensor.to_local(grad_placements=Partial()).sin() * weights[group.rank]
+            return DTensor.from_local(part, mesh, Partial(op), shape=own.shape).full_tensor()
+
+        scale = 1 / group.world_size if op is ReduceOp.MEAN else 1
+        expected = gradient_of_gradient(lambda own: sum(own.sin() * weight for weight in weights) * scale)
+        torch.testing.assert_close(gradient_of_gradient(over_ranks), expected)
+
+    for size in (1, 2, 3):
+        run_ranks(program, size)

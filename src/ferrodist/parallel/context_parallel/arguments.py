@@ -12,13 +12,19 @@ import torch
 from ferrodist.arguments import check_bool, check_int, check_type
 from ferrodist.collectives.arguments import check_tensor
 from ferrodist.parallel.context_parallel.agreement import Call, compare_calls
-from ferrodist.parallel.context_parallel.layout import check_lengths
+from ferrodist.parallel.context_parallel.layout import check_lengths, check_local
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrodist.backends.base import Backend
+
+NO_TENSOR_PARALLELISM = (
+    "tensor parallelism of the attention's inputs is not supported together with context parallelism. Shard the"
+    " sequence only, or pass to_local()"
+)
+"""Advice for attention over DTensors."""
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -85,7 +91,7 @@ def check_attention(
                 " same however the sequence is divided. Set the model's attention dropout to 0"
             )
         for name, each in zip("qkv", inputs, strict=True):
-            check_local(operation, each, name)
+            check_local(operation, each, name, NO_TENSOR_PARALLELISM)
             check_tensor(each, name)
         inputs = _autocast(inputs)
         _check_inputs(inputs, enable_gqa=enable_gqa, num_head_shards=num_head_shards)
@@ -161,15 +167,6 @@ def _check_inputs(inputs: Sequence[torch.Tensor], *, enable_gqa: bool, num_head_
         raise ValueError(
             f"Ulysses divides heads over ranks: {counted(num_head_shards, 'rank')} can't share the {key_heads} of k and"
             ' v evenly. Use ring attention (method="ring"), or a number of ranks that divides them'
-        )
-
-
-def check_local(operation: str, x: object, name: str) -> None:
-    """Raise if an input of attention is a DTensor."""
-    if type(x).__name__ == "DTensor":  # this package's or torch's, which is not imported for it
-        raise TypeError(
-            f"{name} is a DTensor, and {operation} takes tensors of this rank: tensor parallelism of the attention's"
-            " inputs is not supported together with context parallelism. Shard the sequence only, or pass to_local()"
         )
 
 

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 
-from ferrodist.arguments import check_int, check_type
+from ferrodist.arguments import check_bool, check_int, check_type
 from ferrodist.backends.process_group import resolve_group
+from ferrodist.parallel.context_parallel.agreement import Call, compare_calls
 from ferrodist.parallel.context_parallel.arguments import check_bounds
-from ferrodist.parallel.context_parallel.layout import context_shard, local_length
+from ferrodist.parallel.context_parallel.layout import check_local, context_shard, local_length
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -36,8 +38,9 @@ def context_shard_batch(
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     ignore_index: int = -100,
     model: nn.Module | None = None,
+    check: bool = False,
 ) -> dict[str, Any]:
-    """Shard a batch that every rank has whole into what a causal language model takes; nothing is sent.
+    """Shard a batch that every rank has whole into what a causal language model takes; only ``check`` sends something.
 
     Labels are shifted before they are sharded, so that the last token of a rank's part predicts the first one of
     another's. The mean of the ranks' losses is the mean over all tokens of the whole batch, whichever rank has how many
@@ -52,6 +55,8 @@ def context_shard_batch(
         ignore_index: The label of tokens that don't count.
         model: The model that will be called with the result, to be checked; it may be in `DDP` or `FSDP`. Models that
             take any keyword arguments ignore those that they don't know, and are wrong without an error.
+        check: Whether the ranks, all of which must call this, compare their batches by digests; different ones are
+            wrong without an error. A wrong argument on one rank is an error on all then.
 
     Returns:
         A dict: ``input_ids`` and ``position_ids``; an ``attention_mask`` that stands for attention over the whole
@@ -70,16 +75,47 @@ def context_shard_batch(
         ValueError: ``input_ids`` is missing, shapes differ, an entry is unknown, the mask has padding, no label
             counts, a rank would have no token, or ``model`` has sliding windows, layers that are not attention, an
             ``attn_implementation`` other than "sdpa", or positions of its own (RoBERTa's) and ``batch`` has none.
+        CollectiveMismatchError: On all ranks, with ``check``: the ranks' batches or options differ.
     """
     chosen = resolve_group(group)
+    check_bool("check", check)
+    if not check:
+        return _shard_batch(batch, chosen, cu_seqlens, ignore_index, model)
+    result: dict[str, Any] = {}
+
+    def describe() -> Call:
+        bounds = None if cu_seqlens is None else check_bounds(cu_seqlens)
+        result.update(_shard_batch(batch, chosen, bounds, ignore_index, model))
+        entries = ", ".join(f"{name} {_describe_tensor(batch[name])}" for name in sorted(batch))
+        return Call(f"{entries}, cu_seqlens={bounds}, ignore_index={ignore_index}", ())
+
+    compare_calls("context_shard_batch", describe, chosen)
+    return result
+
+
+def _describe_tensor(tensor: torch.Tensor) -> str:
+    """The dtype, the shape and a digest of a tensor."""
+    elements = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    digest = xxhash.xxh3_64_hexdigest(elements.data)
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} and digest {digest}"
+
+
+def _shard_batch(
+    batch: Mapping[str, torch.Tensor],
+    group: Backend,
+    cu_seqlens: torch.Tensor | Sequence[int] | None,
+    ignore_index: int,
+    model: nn.Module | None,
+) -> dict[str, Any]:
+    """Check the arguments of `context_shard_batch` on this rank, and return its result."""
     ids = _check_batch(batch)
     length = ids.shape[1]
     bounds = (0, length) if cu_seqlens is None else check_bounds(cu_seqlens)
     if bounds[-1] != length:
         raise ValueError(f"cu_seqlens ends at {bounds[-1]}, and input_ids has {length} tokens")
-    if not all(local_length(length, chosen.world_size, rank) for rank in range(chosen.world_size)):
+    if not all(local_length(length, group.world_size, rank) for rank in range(group.world_size)):
         raise ValueError(
-            f"input_ids has {counted(length, 'token')}, and each of {counted(chosen.world_size, 'rank')} must have one"
+            f"input_ids has {counted(length, 'token')}, and each of {counted(group.world_size, 'rank')} must have one"
         )
     needed: tuple[str, ...] = _NEEDED
     if "labels" in batch:
@@ -91,8 +127,8 @@ def context_shard_batch(
         starts = [start for start, stop in itertools.pairwise(bounds) for _ in range(start, stop)]
         positions = (torch.arange(length) - torch.tensor(starts, dtype=torch.int64))[None].to(ids.device)
     result: dict[str, Any] = {
-        "input_ids": context_shard(ids, 1, chosen),
-        "position_ids": context_shard(positions.expand(ids.shape[0], -1), 1, chosen),
+        "input_ids": context_shard(ids, 1, group),
+        "position_ids": context_shard(positions.expand(ids.shape[0], -1), 1, group),
     }
     part = result["input_ids"].shape[1]
     one = _true.setdefault(ids.device, torch.ones((), dtype=torch.bool, device=ids.device))
@@ -105,8 +141,8 @@ def context_shard_batch(
         total = int((shifted != ignore_index).sum())
         if not total:
             raise ValueError("labels has no label that counts, so that their mean is undefined: leave out this batch")
-        result["labels"] = result["shift_labels"] = context_shard(shifted, 1, chosen)
-        result["num_items_in_batch"] = torch.tensor(total / chosen.world_size, dtype=torch.float64, device=ids.device)
+        result["labels"] = result["shift_labels"] = context_shard(shifted, 1, group)
+        result["num_items_in_batch"] = torch.tensor(total / group.world_size, dtype=torch.float64, device=ids.device)
         if ignore_index != -100:
             result["ignore_index"] = ignore_index
     return result
@@ -168,6 +204,8 @@ def _check_config(name: str, config: Any, length: int) -> None:
 
 def find_other_kind(config: Any, length: int) -> str | None:
     """The kind of a transformers model's layers that mix tokens otherwise than by attention to all or in a window."""
+    if getattr(config, "trigram_input", False):  # MobileBERT's embeddings are joined with those of both neighbours
+        return "trigram_input"
     for kind in dict.fromkeys(getattr(config, "layer_types", None) or ()):
         chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
         if kind not in {"sliding_attention", "full_attention"} and (chunk is None or chunk < length):
@@ -187,6 +225,7 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
                 f" pass only {', '.join(_TAKEN)}"
             )
         check_type(each, torch.Tensor, f"batch[{name!r}] must be a torch.Tensor")
+        check_local("context_shard_batch", each, f"batch[{name!r}]", "pass its full_tensor()")
     ids = batch["input_ids"]
     if ids.dim() != 2 or ids.shape[1] == 0:
         raise ValueError(f"input_ids must be of shape (batch, tokens), with tokens, not {tuple(ids.shape)}")

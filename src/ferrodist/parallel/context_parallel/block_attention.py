@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, and its merging into that to all keys.
+"""Attention of queries to blocks of keys, merged by an online softmax, and its gradients.
 
 Each block gives its output and its log-sum-exp L, the logarithm of the sum of the exponentials of a query's scores. Two
 blocks' outputs o, o' are merged by w = exp(L' - logaddexp(L, L')) to o + w (o' - o): M. Milakov and N. Gimelshein,

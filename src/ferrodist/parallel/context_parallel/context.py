@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,8 +18,9 @@ from ferrodist.collectives.arguments import group_and_timeout
 from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.context_parallel import backward
 from ferrodist.parallel.context_parallel.agreement import compare_calls
-from ferrodist.parallel.context_parallel.arguments import check_local
+from ferrodist.parallel.context_parallel.arguments import NO_TENSOR_PARALLELISM
 from ferrodist.parallel.context_parallel.batch import find_other_kind, stands_for_all
+from ferrodist.parallel.context_parallel.layout import check_local
 from ferrodist.parallel.context_parallel.multi_head import multi_head_attention
 from ferrodist.parallel.context_parallel.ring import ring_attention
 from ferrodist.parallel.context_parallel.ulysses import ulysses_attention
@@ -36,6 +38,8 @@ _BACKWARDS: dict[Any, Callable[..., Any]] = {
     torch.autograd.backward: backward.backward,
     torch.autograd.grad: backward.grad,
 }
+_INNERMOST: ContextVar[_AttentionMode | None] = ContextVar("innermost", default=None)
+"""The mode of the block that the thread is in; calls in a block inside of another count for both."""
 
 
 @contextlib.contextmanager
@@ -87,6 +91,7 @@ def context_parallel(
     check_type(mesh, DeviceMesh, "mesh must be a DeviceMesh of one axis, as mesh['context']")
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one axis, as mesh['context'], not {mesh.axis_names}")
+    check_type(method, str, "method must be 'ring' or 'ulysses'")
     if method not in _METHODS:
         raise ValueError(f"method must be 'ring' or 'ulysses', not {method!r}")
     check_type(causal, (bool, type(None)), "causal must be True, False or None")
@@ -94,9 +99,13 @@ def context_parallel(
     if isinstance(cu_seqlens, Iterator):  # every call of attention reads them
         cu_seqlens = tuple(cu_seqlens)
     mode = _AttentionMode(method, group, causal=causal, options={"cu_seqlens": cu_seqlens, "timeout": limit})
+    outer = _INNERMOST.get()
+    token = _INNERMOST.set(mode)
     try:
         with mode:
             yield
+        if outer is not None:
+            outer.num_calls += mode.num_calls
         if not mode.num_calls:
             raise RuntimeError(  # noqa: TRY301 - the other ranks learn of it, too
                 "context_parallel: nothing inside of the block called"
@@ -106,6 +115,8 @@ def context_parallel(
     except Exception as error:
         report_failure(group, "context_parallel", error)
         raise
+    finally:
+        _INNERMOST.reset(token)
 
 
 class _AttentionMode(TorchFunctionMode):
@@ -134,12 +145,12 @@ class _AttentionMode(TorchFunctionMode):
             with self:
                 return _BACKWARDS[func](*args, **kwargs or {})
         if func is scaled_dot_product_attention or func is multi_head_attention_forward:
-            return self._attention_of(func, args, kwargs or {})
+            return self._replace_attention(func, args, kwargs or {})
         return func(*args, **kwargs or {})
 
     @outside_of_compiler
-    def _attention_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call attention in place of a function of torch; `__torch_function__` calls this."""
+    def _replace_attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call attention over all ranks' tokens in place of torch's function; `__torch_function__` calls this."""
         if func is multi_head_attention_forward:
             return multi_head_attention(self._attention, self._refuse, *args, **kwargs)
         # transformers' own attention gets the window as a keyword argument, and leaves it to the mask.
@@ -167,7 +178,7 @@ class _AttentionMode(TorchFunctionMode):
         if not torch.is_grad_enabled():
             backward.guard_checkpoints(lambda: self._depth > 0)
         try:
-            causal = self._kind_of(attn_mask, is_causal=is_causal)
+            causal = self._is_causal(attn_mask, is_causal=is_causal)
             # No rank's estimate of the whole length is too small where that rank has the most tokens.
             length = query.shape[-2] * self._group.world_size
             if (kind := find_other_kind(config, length)) is not None:
@@ -194,7 +205,7 @@ class _AttentionMode(TorchFunctionMode):
         )
         return backward.mark(output)
 
-    def _kind_of(self, mask: torch.Tensor | None, *, is_causal: bool) -> bool:
+    def _is_causal(self, mask: torch.Tensor | None, *, is_causal: bool) -> bool:
         """True if a call is causal; TypeError or ValueError if its mask can't be used."""
         if mask is None:
             if self._causal is not None and is_causal is not self._causal:
@@ -203,7 +214,7 @@ class _AttentionMode(TorchFunctionMode):
                     f" is_causal={is_causal}: leave out causal, if its layers differ"
                 )
             return is_causal
-        check_local("context_parallel", mask, "attn_mask")
+        check_local("context_parallel", mask, "attn_mask", NO_TENSOR_PARALLELISM)
         if not stands_for_all(mask):
             raise ValueError(
                 f"attention has a mask of shape {tuple(mask.shape)} for this rank's tokens, which says nothing of other"

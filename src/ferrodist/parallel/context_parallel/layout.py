@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ferrodist.arguments import check_type
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.all_gather import all_gather_uneven
 from ferrodist.collectives.arguments import check_dim, check_tensor, compute_shard_sizes, offsets_of
@@ -104,6 +105,12 @@ def segments_of(documents: Sequence[int], num_ranks: int, rank: int) -> list[Seg
     return segments
 
 
+def check_local(operation: str, x: object, name: str, advice: str) -> None:
+    """Raise TypeError, with advice, if an argument is a DTensor."""
+    if type(x).__name__ == "DTensor":  # this package's or torch's, which is not imported for it
+        raise TypeError(f"{name} is a DTensor, and {operation} takes tensors of this rank: {advice}")
+
+
 def context_shard(x: torch.Tensor, dim: int = 1, group: Backend | None = None) -> torch.Tensor:
     """Take this rank's part of a sequence that every rank has whole; nothing is sent.
 
@@ -122,8 +129,8 @@ def context_shard(x: torch.Tensor, dim: int = 1, group: Backend | None = None) -
         IndexError, TypeError, ValueError: ``dim`` is not a dim of ``x``, or ``x`` is not a tensor or has no dims.
     """
     chosen = resolve_group(group)
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x must be a torch.Tensor, not {type(x).__name__}")
+    check_type(x, torch.Tensor, "x must be a torch.Tensor")
+    check_local("context_shard", x, "x", "pass its full_tensor()")
     dim = check_dim(x, dim)
     chunks = chunks_of(x.shape[dim], chosen.world_size, chosen.rank)
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in chunks], dim)
@@ -151,6 +158,7 @@ def context_unshard(
     chosen = resolve_group(group)
 
     def describe() -> Call:
+        check_local("context_unshard", x, "x", "pass its to_local()")
         check_tensor(x, "x")
         at = check_dim(x, dim)
         rest = [size for each, size in enumerate(x.shape) if each != at]

@@ -162,7 +162,7 @@ def _circulate(
     exchanges: list[RingExchange],
     overlap: bool,  # noqa: FBT001
 ) -> Iterator[tuple[int, int, _Pair]]:
-    """Give each piece of the ranks' keys and values, with its number and rank, own ones first in each turn.
+    """Give each piece of the ranks' keys and values, with its index and rank, own ones first in each turn.
 
     The next piece comes meanwhile; ``exchanges`` has the messages under way.
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeModel:
-    """The model of which stages are parts, for those who load them."""
+    """The model of which stages are parts, as loaders of files need it."""
 
     code: torch.nn.Module
     """A copy without its parameters, of the model's class and configuration."""

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Source: TypeAlias = "tuple[str, Any]"
-"""Where a value comes from: ("call", (number, leaf)), ("input", leaf), ("own", name), ("weight", name), ("inside",
-unit), ("random", operator)."""
+"""Where a value comes from: ("call", (index of the call, leaf)), ("input", leaf), ("own", name), ("weight", name),
+("inside", unit), ("random", operator)."""
 
 _NOTHING: frozenset[Source] = frozenset()
 _OF_SHAPE_ALONE = frozenset(
@@ -37,8 +37,8 @@ _OF_SHAPE_ALONE = frozenset(
 _READS = frozenset({"numpy", "tolist", "__array__", "__dlpack__"})
 _OF_MODULES = frozenset(vars(torch.nn.Module()))  # attributes that all modules have
 WEIGHT_READ = (
-    "the model's code reads the parameter {name!r} outside of its module's call, for {what}, and only one stage has it:"
-    " call the module instead"
+    "the model's code reads the parameter or buffer {name!r} outside of its module's call, for {what}, and only one"
+    " stage has it: call the module, or pass the input that it is the default of, such as token_type_ids"
 )
 NOT_RETURNED = (
     "{what} gets a tensor that module {name!r} made, but didn't return; only results go from stage to stage: switch off"
@@ -99,9 +99,9 @@ class Flow:
     owners: tuple[int | None, ...]
     """The stage of each call; None for those that every stage makes."""
     last_calls: tuple[int, ...]
-    """For each stage the number of its last call, -1 without one."""
+    """For each stage the index of its last call, -1 without one."""
     sent: tuple[tuple[tuple[int, int], ...], ...]
-    """For each stage but the last the results that the next one gets: (number of the call, leaf)."""
+    """For each stage but the last the results that the next one gets: (index of the call, leaf)."""
     inputs_sent: tuple[frozenset[int], ...]
     """For each stage but the last the leaves of the model's inputs whose values later stages need."""
     own_uses: Mapping[str, tuple[int, ...]]
@@ -204,7 +204,7 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         else:
             result = self._run_on_meta(path, args, kwargs)
         leaves, spec = tree_flatten(result)
-        number = len(self.trace.calls)
+        call_index = len(self.trace.calls)
         shapes = tuple(
             LeafShape(tuple(each.shape), each.dtype, each.requires_grad) if isinstance(each, torch.Tensor) else each
             for each in leaves
@@ -214,7 +214,7 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         for index, leaf in enumerate(shapes):
             if isinstance(leaf, LeafShape):
                 found.append(leaf.make(0, "cpu"))
-                self.mark(found[-1], ("call", (number, index)))
+                self.mark(found[-1], ("call", (call_index, index)))
             else:
                 found.append(leaf)
         return tree_unflatten(found, spec)
@@ -341,16 +341,16 @@ class _Needs:
         for stage in range(1, len(self.results)):
             self.inputs[stage].update(inputs)
             self.results[stage].update(
-                (number, leaf)
-                for number, (call, before) in enumerate(zip(self._calls, self.stages, strict=True))
+                (index, leaf)
+                for index, (call, before) in enumerate(zip(self._calls, self.stages, strict=True))
                 for leaf, shape in enumerate(call.leaves)
                 if isinstance(shape, LeafShape) and is_integer(shape.dtype) and before is not None and before < stage
             )
 
     def last_calls(self) -> list[int]:
-        """For each stage the number of its last call, -1 without one."""
+        """For each stage the index of its last call, -1 without one."""
         return [
-            max((number for number, each in enumerate(self.stages) if each == stage), default=-1)
+            max((index for index, each in enumerate(self.stages) if each == stage), default=-1)
             for stage in range(len(self.results))
         ]
 

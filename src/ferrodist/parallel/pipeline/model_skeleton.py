@@ -1,4 +1,4 @@
-"""The code of a model without its parameters, which hands on the calls of its units."""
+"""A copy of a model without parameters, whose units' calls go to a handler."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 _REFUSED = "_ferrodist_refused"  # the attribute with names that can't be read, and what to call them
 
 
-class _Switch(threading.local):
+class _CallHandler(threading.local):
     """The handler of calls of a skeleton's units, in this thread: (path, args, kwargs) to the result."""
 
     call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
 
 class Skeleton:
-    """A copy of a model without parameters, whose units pass their calls on to a `_Switch`."""
+    """A copy of a model without parameters, whose units pass their calls on to a `_CallHandler`."""
 
     def __init__(self, model: torch.nn.Module, units: ModelUnits) -> None:
-        self.switch = _Switch()
+        self.handler = _CallHandler()
         self._paths = tuple(units.units)
         self.model = copy_without_memory(model, units, lambda tensor: _one_element(tensor, "cpu"))
         self._device = torch.device("cpu")
@@ -40,7 +40,7 @@ class Skeleton:
             for path in units.stateful
             for name, tensor in (*originals[path].named_parameters(), *originals[path].named_buffers())
         }
-        proxies = {path: _make_proxy(original, path, self.switch) for path, original in originals.items()}
+        proxies = {path: _make_proxy(original, path, self.handler) for path, original in originals.items()}
         memo: dict[int, Any] = {id(each): each for each in (*self.model.parameters(), *self.model.buffers())}
         memo.update({id(original): proxies[path] for path, original in reversed(originals.items())})
         self.model = copy.deepcopy(self.model, memo)
@@ -88,11 +88,11 @@ class Skeleton:
 
     def run(self, call: Any, args: Any, kwargs: Any) -> Any:
         """Run the model's code, with ``call`` for each call of a unit."""
-        before, self.switch.call = self.switch.call, call
+        before, self.handler.call = self.handler.call, call
         try:
             return self.model(*args, **kwargs)
         finally:
-            self.switch.call = before
+            self.handler.call = before
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -106,8 +106,8 @@ def _proxy_class(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
         return vars(self)["_ferrodist_forward"](args, kwargs)
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
-        path, switch = vars(self)["_ferrodist_place"]
-        if switch.call is not None:
+        path, handler = vars(self)["_ferrodist_path"]
+        if handler.call is not None:
             raise ValueError(
                 f"the model's code sets {f'{path}.{name}'!r} outside of the forward of this module, which only its"
                 " stage has: pass the value as an argument"
@@ -145,21 +145,21 @@ def _one_element(tensor: torch.Tensor, device: torch.device | str) -> torch.Tens
     return torch.full((), torch.nan if is_floating else 0, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
-def _make_proxy(original: torch.nn.Module, path: str, switch: _Switch) -> torch.nn.Module:
-    """A module with all attributes of a unit, whose calls go to the switch."""
+def _make_proxy(original: torch.nn.Module, path: str, handler: _CallHandler) -> torch.nn.Module:
+    """A module with all attributes of a unit, whose calls go to the handler."""
 
     def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if switch.call is None:
+        if handler.call is None:
             raise RuntimeError(
                 f"module {path!r} was called outside of the forward of its stage: call the stage instead"
             )
-        return switch.call(path, args, kwargs)
+        return handler.call(path, args, kwargs)
 
     kind: type[torch.nn.Module] = _proxy_class(type(original))  # type: ignore[arg-type] # any class has a hash
     proxy = kind.__new__(kind)
     vars(proxy).update(vars(original))
     vars(proxy).pop("forward", None)  # modules may have one of their own
-    vars(proxy)["_ferrodist_place"] = path, switch
+    vars(proxy)["_ferrodist_path"] = path, handler
     clear_hooks(proxy)
     vars(proxy)["_ferrodist_forward"] = forward
     return proxy

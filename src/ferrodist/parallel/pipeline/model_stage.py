@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.pipeline.model_skeleton import Skeleton
 
 _SHAPE = "ferrodist.shape"  # the key of an input that travels as its shape
+_MESSAGE_KEYS = {"args", "kwargs", "values"}  # of what a stage returns to the next one
 _MAX_FLOWS = 256  # shapes of inputs whose flow is kept
 
 
@@ -176,8 +177,20 @@ class ModelStage(ModulePart):
             module = module.get_submodule(name)
         return module
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise TypeError: a stage can't be copied or pickled, as its tied parameters are other stages', too."""
+        raise TypeError(
+            "a stage of split_model shares its model's code with other stages, and can't be copied or pickled: save"
+            " its state_dict(), or split a copy of the model"
+        )
+
     def _unpack(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
         if self._index:
+            if len(inputs) != 1 or not isinstance(inputs[0], Mapping) or not inputs[0].keys() >= _MESSAGE_KEYS:
+                kinds = ", ".join(type(each).__name__ for each in inputs) or "nothing"
+                raise TypeError(
+                    f"stage {self._index} of a divided model takes what stage {self._index - 1} returned, not {kinds}"
+                )
             message = inputs[0]
             kwargs = {name: _unpack_input(each) for name, each in message["kwargs"].items()}
             return tuple(map(_unpack_input, message["args"])), kwargs, message["values"]
@@ -269,25 +282,25 @@ class _StageRun:
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit, or return what its stage has sent."""
-        number = self._next
-        if number >= len(self._flow.calls) or self._flow.calls[number].path != path:
+        call_index = self._next
+        if call_index >= len(self._flow.calls) or self._flow.calls[call_index].path != path:
             raise self._deviation(f"calls {path!r}")
         self._next += 1
-        owner = self._flow.owners[number]
+        owner = self._flow.owners[call_index]
         if owner is not None and owner != self._index:
-            return self._stand_in(number, (args, kwargs))
+            return self._stand_in(call_index, (args, kwargs))
         result = self._stage.unit(path)(*args, **kwargs)
         if owner is None:
             return result
         if self._index < len(self._flow.sent):
-            self._keep(number, result)
-        if number == self._flow.last_calls[self._index] and self._index < len(self._flow.sent):
+            self._keep(call_index, result)
+        if call_index == self._flow.last_calls[self._index] and self._index < len(self._flow.sent):
             raise _StageDone
         return result
 
-    def _keep(self, number: int, result: Any) -> None:
+    def _keep(self, call_index: int, result: Any) -> None:
         """Keep what later stages get of a unit's result, and check that the rest is as they expect."""
-        call = self._flow.calls[number]
+        call = self._flow.calls[call_index]
         leaves, spec = tree_flatten(result)
         if len(leaves) != len(call.leaves) or spec != call.spec:
             raise self._other_result(call.path, "another structure and not the one")
@@ -297,8 +310,8 @@ class _StageRun:
                     raise self._other_result(
                         call.path, f"a tensor of shape {tuple(value.shape)} and not {expected.shape}"
                     )
-                if (number, leaf) in self._wanted:
-                    self._computed[number, leaf] = value, version_of(value)
+                if (call_index, leaf) in self._wanted:
+                    self._computed[call_index, leaf] = value, version_of(value)
             elif isinstance(value, torch.Tensor) or type(value) is not type(expected) or value != expected:
                 raise self._other_result(call.path, f"{value!r} and not {expected!r}")
 
@@ -338,14 +351,14 @@ class _StageRun:
         args, kwargs = tree_unflatten(packed, self._spec)
         return {"args": args, "kwargs": kwargs, "values": values}
 
-    def _stand_in(self, number: int, arguments: Any) -> Any:
+    def _stand_in(self, call_index: int, arguments: Any) -> Any:
         """A result of another stage: the received tensors, and stand-ins for those that are not read any more."""
-        call = self._flow.calls[number]
+        call = self._flow.calls[call_index]
         given = [each for each in tree_flatten(arguments)[0] if isinstance(each, torch.Tensor)]
         device = given[0].device if given else self._stage.device
         leaves = [
-            self._received[number, leaf]
-            if (number, leaf) in self._received
+            self._received[call_index, leaf]
+            if (call_index, leaf) in self._received
             else shape.make(torch.nan, device)
             if isinstance(shape, LeafShape)
             else shape

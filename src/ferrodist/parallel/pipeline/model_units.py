@@ -12,6 +12,7 @@ A unit without parameters and persistent buffers, such as a dropout or a table o
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,12 @@ def find_units(model: torch.nn.Module, lists: Sequence[str] | None) -> ModelUnit
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"{name!r} is lazy, and has no shape yet: call the model once before it is split")
-    found = [path for path, _ in _find_lists(model)] if lists is None else [_check_list(model, each) for each in lists]
+    if lists is None:
+        found = [path for path, _ in _find_lists(model)]
+    else:
+        if isinstance(lists, str) or not isinstance(lists, Iterable):
+            raise TypeError(f"blocks must be names of lists of blocks, such as ['model.layers'], not {lists!r}")
+        found = [_check_list(model, each) for each in lists]
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no ModuleList or Sequential of at least two blocks of one class: name the"

@@ -11,6 +11,7 @@ import torch
 
 from ferrodist.arguments import check_int, check_type
 from ferrodist.mesh import DeviceMesh
+from ferrodist.parallel.parameter_claims import describe_claim
 from ferrodist.parallel.pipeline.model_division import ModelDivision
 from ferrodist.parallel.pipeline.model_flow import Trace, find_flow
 from ferrodist.parallel.pipeline.model_skeleton import Skeleton
@@ -25,6 +26,7 @@ from ferrodist.parallel.pipeline.split import (
     find_together,
     partition,
 )
+from ferrodist.tensor.dtensor import DTensor
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
@@ -109,15 +111,12 @@ def split_model(
             usable.
         UnsupportedOpError: On the other ranks, when one rank raises. The group stays usable.
     """
-    check_type(model, torch.nn.Module, "model must be a torch.nn.Module")
-    num_stages = check_int("num_stages", num_stages, min=1)
     group = _group_of(mesh_or_group)
-    if costs is not None and balance is Balance.TIMES:
-        raise ValueError("Balance.TIMES measures the costs: pass it or costs=, not both")
-    select = _selector(output)
     found: dict[str, Any] = {}
 
     def find_costs() -> Sequence[float | None]:
+        _check_arguments(model, num_stages, balance, costs)
+        select = _selector(output)
         units = find_units(model, blocks)
         args, kwargs = _sample_of(model, sample)
         division = ModelDivision(model, units, select)
@@ -140,6 +139,8 @@ def split_model(
 
     def describe() -> list[str]:
         division = list(found["counts"]) if "counts" in found else balance
+        if not found:  # this rank's error is what ranks learn
+            return []
         return [
             f"{counted(num_stages, 'stage')} of {with_article(type(model).__name__)} by {division}",
             *(f"the part {', '.join(part)}" for part in found.get("parts", ())),
@@ -159,6 +160,18 @@ def split_model(
     ]
     name = "costs" if costs is not None else (balance if isinstance(balance, Balance) else Balance.PARAMETERS).value
     return Stages(stages, [""] * num_stages, costs=stage_costs, costs_name=name, shared=find_shared(stages))
+
+
+def _check_arguments(model: torch.nn.Module, num_stages: int, balance: object, costs: object) -> None:
+    """Raise unless a model is a module that no wrapper has changed, and the other arguments fit."""
+    check_type(model, torch.nn.Module, "model must be a torch.nn.Module")
+    check_int("num_stages", num_stages, min=1)
+    if costs is not None and balance is Balance.TIMES:
+        raise ValueError("Balance.TIMES measures the costs: pass it or costs=, not both")
+    sharded = [f"parameter {name!r}" for name, one in model.named_parameters() if isinstance(one, DTensor)]
+    reason = describe_claim(model.named_parameters()) or (f"{sharded[0]} is distributed" if sharded else None)
+    if reason is not None:
+        raise ValueError(f"{reason}: split the model before; its stages may be wrapped in DDP or FSDP")
 
 
 def _group_of(mesh_or_group: Any) -> Backend | None:

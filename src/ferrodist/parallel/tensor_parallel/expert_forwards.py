@@ -81,9 +81,9 @@ class ExpertForward:
         self._num_experts, self._num_local = num_experts, num_local
         self._names, _ = find_arguments(module.forward)
         self._grad_scale = 1.0
-        numbers = mesh.parent.attachments.setdefault(_EXPERT_COUNTS, Counter())
-        numbers[mesh.identity] += 1
-        self._number = numbers[mesh.identity]  # the same on all ranks, also of copies
+        counts = mesh.parent.attachments.setdefault(_EXPERT_COUNTS, Counter())
+        counts[mesh.identity] += 1
+        self._module_index = counts[mesh.identity]  # the same on all ranks, also of copies
         self._load = ExpertLoad(num_experts)
         module.expert_load = self._load  # type: ignore[assignment] # torch knows tensors and modules
 
@@ -280,7 +280,7 @@ class ExpertParallelForward(ExpertForward):
             self._mesh.group,
             capacity_factor=self._capacity_factor,
             gradients=gradients,
-            number=self._number,
+            module_index=self._module_index,
         )
         self._record(route.routed, route.kept)
         rows = dispatch(flat, route)
@@ -294,10 +294,10 @@ class TensorParallelExpertsForward(ExpertForward):
     """A forward of experts each of which is sharded: every rank computes a part of each output."""
 
     def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, num_experts: int, *, outputs: Placement, once: frozenset[str]
+        self, module: nn.Module, mesh: DeviceMesh, num_experts: int, *, outputs: Placement, added_once: frozenset[str]
     ) -> None:
         super().__init__(module, mesh, num_experts, num_experts)
-        self._outputs, self._once = outputs, once
+        self._outputs, self._added_once = outputs, added_once
 
     @outside_of_compiler
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -316,7 +316,7 @@ class TensorParallelExpertsForward(ExpertForward):
 
     def _localise(self, name: str, tensor: DTensor) -> torch.Tensor:
         local = super()._localise(name, tensor)
-        if name not in self._once or self._mesh.group.rank == 0:
+        if name not in self._added_once or self._mesh.group.rank == 0:
             return local
         # Added by each rank to its part of the sum, it would count several times.
         made: torch.Tensor = _Connect.apply(torch.zeros_like(local), local)  # type: ignore[no-untyped-call]

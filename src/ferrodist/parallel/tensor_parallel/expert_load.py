@@ -78,6 +78,8 @@ def update_expert_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float = 0
     """
     check_type(bias, torch.Tensor, "bias must be a torch.Tensor")
     check_type(counts, torch.Tensor, "counts must be a torch.Tensor")
+    if counts.is_complex():
+        raise TypeError(f"counts must be real numbers, not {counts.dtype}")
     if isinstance(rate, bool) or not isinstance(rate, int | float):
         raise TypeError(f"rate must be a number, not {type(rate).__name__}")
     if not 0 <= rate < float("inf"):

@@ -25,7 +25,7 @@ from ferrodist.parallel.tensor_parallel.styles import IOPlacements, Style
 from ferrodist.parallel.tensor_parallel.token_routing import expert_range
 from ferrodist.parallel.tensor_parallel.wrapped_forwards import find_arguments
 from ferrodist.tensor.dtensor import DTensor
-from ferrodist.tensor.placement import Placement, Replicate, Shard
+from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
 
 _ADDED_ONCE = frozenset({"down_proj_bias"})
+"""Replicated biases of the experts' outputs, which are sums over the ranks: one rank adds them."""
 
 
 def takes_routing(module: nn.Module) -> bool:
@@ -131,6 +132,16 @@ class ExpertParallel(ExpertStyle):
             raise ValueError(f"capacity_factor must be more than 0 and finite, not {factor!r}")
 
     @override
+    def check(self, name: str, module: nn.Module) -> None:
+        ExpertStyle.check(self, name, module)
+        for key, placement in self.parameters.items():
+            if isinstance(placement, Shard | Partial) and placement != Shard(0):
+                raise ValueError(
+                    f"ExpertParallel can't have parameter {key!r} of module {name!r} as {placement}: it shards experts,"
+                    " along dim 0. Give Replicate() for a parameter without experts, or use TensorParallelExperts"
+                )
+
+    @override
     def placement_of(self, name: str, parameter: torch.Tensor) -> Placement:
         return self.parameters.get(name, Shard(0))
 
@@ -182,8 +193,8 @@ class TensorParallelExperts(ExpertStyle):
                 f"TensorParallelExperts doesn't know how to shard {unknown[0]!r} of module {name!r}: it knows"
                 f" {', '.join(_KNOWN)}; give the placement as parameters={{{unknown[0]!r}: Shard(...)}}"
             )
-        lies_otherwise = getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True)
-        if lies_otherwise and not self.parameters:
+        has_other_layout = getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True)
+        if has_other_layout and not self.parameters:
             raise ValueError(
                 f"the weights of module {name!r} are transposed, or gates and ups alternate: give their placements, as"
                 " parameters={'gate_up_proj': Shard(2, blocks=2), 'down_proj': Shard(1)}"
@@ -205,7 +216,7 @@ class TensorParallelExperts(ExpertStyle):
         num_experts = self.count_experts(type(module).__name__, module)
         assert self.outputs is None or isinstance(self.outputs, Placement), "`check` has seen it"
         outputs = self.outputs or Replicate()
-        return TensorParallelExpertsForward(module, mesh, num_experts, outputs=outputs, once=_ADDED_ONCE)
+        return TensorParallelExpertsForward(module, mesh, num_experts, outputs=outputs, added_once=_ADDED_ONCE)
 
 
 class IdentityExpert(Style):

@@ -132,9 +132,9 @@ def _attention(module: nn.Module, around: nn.Module | None) -> Iterator[tuple[nn
         layers = _find_layers(module, names)
         if layers is None:
             continue
-        places = [(module, name) for name in _ATTENTION_OUTPUTS]
-        places += [] if around is None else [(around, "output.dense"), (around, "output")]
-        output = next((one for place in places if (one := _find_layer(*place)) is not None), None)
+        candidates = [(module, name) for name in _ATTENTION_OUTPUTS]
+        candidates += [] if around is None else [(around, "output.dense"), (around, "output")]
+        output = next((one for candidate in candidates if (one := _find_layer(*candidate)) is not None), None)
         if output is None:
             continue
         for layer in layers:
@@ -180,10 +180,10 @@ def plan_by_names(model: nn.Module) -> dict[str, Style]:
             styles.setdefault(layer, style)
     paths = {module: path for path, module in modules.items()}
     plan = {paths[layer]: style for layer, style in styles.items()}
-    return {**_ends(paths), **plan}
+    return {**_embedding_and_head(paths), **plan}
 
 
-def _ends(paths: Mapping[nn.Module, str]) -> dict[str, Style]:
+def _embedding_and_head(paths: Mapping[nn.Module, str]) -> dict[str, Style]:
     """The styles of the token embeddings and the heads that models of transformers, and models in these, name."""
     found: dict[str, Style] = {}
     for module in filter(is_transformers_model, paths):

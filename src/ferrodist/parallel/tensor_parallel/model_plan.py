@@ -22,7 +22,7 @@ from ferrodist.parallel.tensor_parallel.experts import (
     takes_routing,
 )
 from ferrodist.parallel.tensor_parallel.layer_names import plan_by_names
-from ferrodist.parallel.tensor_parallel.plan import path_matches
+from ferrodist.parallel.tensor_parallel.plan import check_path, path_matches
 from ferrodist.parallel.tensor_parallel.styles import (
     ColumnParallel,
     RowParallel,
@@ -140,6 +140,7 @@ def resolve_names(
     found: dict[str, Style] = {}
     placed: dict[str, dict[str, Placement]] = {}  # of the owners of parameters that the plan names
     for path, style in plan.items():
+        check_path(path)
         if not isinstance(style, str):
             if not skips_unmatched or _matching(path, modules):
                 found[path] = style

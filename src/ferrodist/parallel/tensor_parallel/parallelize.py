@@ -61,7 +61,9 @@ def _compare_states(targets: Mapping[str, DTensor], found: Mapping[str, torch.Te
     """Raise CollectiveMismatchError on all ranks unless they load the same tensors into a module."""
     mesh = next(iter(targets.values())).mesh
     forms = [
-        f"{found[name].dtype} of shape {tuple(found[name].shape)}{_kind_of(found[name])}" if name in found else "none"
+        f"{found[name].dtype} of shape {tuple(found[name].shape)}{_if_distributed(found[name])}"
+        if name in found
+        else "none"
         for name in targets
     ]
     ranks_forms = all_gather_object(forms, group=mesh.group)
@@ -78,7 +80,7 @@ def _compare_states(targets: Mapping[str, DTensor], found: Mapping[str, torch.Te
             )
 
 
-def _kind_of(value: torch.Tensor) -> str:
+def _if_distributed(value: torch.Tensor) -> str:
     return ", distributed" if isinstance(value, DTensor) else ""
 
 

@@ -93,7 +93,7 @@ def _resolve(module: nn.Module, plan: Mapping[str, ExpertParallel]) -> dict[str,
         if not isinstance(style, ExpertParallel):
             raise TypeError(f"parallelize_experts takes ExpertParallel() for {path!r}, not {style!r}: use parallelize")
         experts = module.get_submodule(path)
-        parameter_placements(experts, {"": style})
+        parameter_placements(experts, {path: style}, path)
         check_tensors(experts, None)
         styles[path] = style
     return styles

@@ -35,6 +35,7 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Styl
     styles: dict[str, Style] = {}
     patterns: dict[str, str] = {}
     for pattern, style in plan.items():
+        check_path(pattern)
         if not isinstance(style, Style):
             raise TypeError(f"the plan's {pattern!r} must be a style, as ColumnParallel(), not {style!r}")
         found = [name for name in modules if path_matches(name, pattern)]
@@ -51,6 +52,11 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Styl
             _check_arguments(name or type(module).__name__, one, style.preparation().wanted)
             styles[name], patterns[name] = style, pattern
     return styles
+
+
+def check_path(path: object) -> None:
+    """Raise TypeError unless a plan's key can be a path."""
+    check_type(path, str, f"the plan's key {path!r} must be a path of modules, as 'layers.*.up'")
 
 
 def path_matches(name: str, pattern: str) -> bool:
@@ -86,14 +92,19 @@ def _check_arguments(name: str, module: nn.Module, wanted: Any) -> None:
         raise ValueError(f"the style places {inputs} of module {name!r}, which takes {', '.join(map(repr, names))}")
 
 
-def parameter_placements(module: nn.Module, styles: Mapping[str, Style]) -> dict[nn.Parameter, Placement]:
-    """The placement of each parameter; a shared one has that of the style of any of its modules."""
+def parameter_placements(
+    module: nn.Module, styles: Mapping[str, Style], path: str = ""
+) -> dict[nn.Parameter, Placement]:
+    """The placement of each parameter; a shared one has that of the style of any of its modules.
+
+    ``path`` is the module's own, with which those of ``styles`` and the names in errors begin.
+    """
     found: dict[nn.Parameter, Placement] = {}
     placed: dict[nn.Parameter, str] = {}
-    for path, owner in module.named_modules():
-        style = styles.get(path)
+    for owner_path, owner in module.named_modules(prefix=path):
+        style = styles.get(owner_path)
         for key, parameter in owner.named_parameters(recurse=False):
-            name = f"{path}.{key}".strip(".")
+            name = f"{owner_path}.{key}".strip(".")
             _check_parameter(name, parameter)
             if style is None:
                 found.setdefault(parameter, Replicate())

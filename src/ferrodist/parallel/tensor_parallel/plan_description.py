@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -39,7 +39,8 @@ def describe_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style 
 
     Each line has a parameter's name, its shape, its placement, the bytes of this rank's shard, and, at the first
     parameter of a module, the collective that its style takes in a forward. Others may follow from the operators
-    between modules: `record_redistributions` shows those of a run. The last lines have the sums.
+    between modules: `record_redistributions` shows those of a run. The last lines have the sums, and numbers of heads
+    that the ranks can't share evenly.
 
     Args:
         module: The model; its parameters may be on the meta device.
@@ -82,7 +83,23 @@ def describe_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style 
         f"{counted(len(sizes), 'parameter')}: {_mib(sum(sizes.values()))} on this rank of {mesh.size}, of"
         f" {_mib(full)}; {_mib(replicated)} of these replicated"
     )
-    return "\n".join([*_format(rows), total])
+    sharded = [row.name for row in rows if row.placement != str(Replicate())]
+    return "\n".join([*_format(rows), total, *_describe_heads(module, sharded, mesh.size)])
+
+
+def _describe_heads(module: nn.Module, sharded: list[str], num_ranks: int) -> list[str]:
+    """Lines on numbers of heads in a transformers configuration that the ranks can't share evenly."""
+    if not any("attn" in name or "attention" in name.lower() for name in sharded):
+        return []
+    config: Any = getattr(module, "config", None)
+    config = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
+    counts = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    return [
+        f"{name}={count} of {type(config).__name__}: {counted(num_ranks, 'rank')} can't share the heads evenly, so each"
+        " attention moves some between ranks, with the same results"
+        for name, count in counts.items()
+        if isinstance(count, int) and count % num_ranks
+    ]
 
 
 def _forward_collective(style: Style) -> str:

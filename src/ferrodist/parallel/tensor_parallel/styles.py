@@ -7,17 +7,19 @@ Recomputation in Large Transformer Models", 2022.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 from typing_extensions import override
 
+from ferrodist.arguments import check_type
 from ferrodist.tensor.placement import Placement, Replicate, Shard
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -59,6 +61,9 @@ class Style:
             TypeError: The module has another class than the style is for.
             ValueError: The module lacks one of the parameters, or has an option that the style can't shard.
         """
+        check_type(
+            self.parameters, Mapping, f"the style of module {name!r} must have parameters= of placements by name"
+        )
         own = {key for key, _ in module.named_parameters(recurse=False)}
         if unknown := sorted(set(self.parameters) - own):
             raise ValueError(f"module {name!r} has no parameter {unknown[0]!r}: it has {sorted(own)}")
@@ -121,9 +126,9 @@ class ColumnParallel(_LayerStyle):
     def __post_init__(self) -> None:
         _refuse(self, "parameters")
         for name in ("blocks", "chunks"):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"ColumnParallel takes {name} of at least 1, not {number!r}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"ColumnParallel takes {name} of at least 1, not {value!r}")
 
     @override
     def placement_of(self, name: str, parameter: torch.Tensor) -> Placement:

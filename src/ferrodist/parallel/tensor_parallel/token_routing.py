@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-_HEADER = 3  # of a rank's message: whether it has a problem, which gradients it will compute, and the module's number
+_HEADER = 3  # of a rank's message: whether it has an error, which gradients it will compute, and the module's index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def plan_route(
     *,
     capacity_factor: float | None = None,
     gradients: int = 0,
-    number: int = 0,
+    module_index: int = 0,
     failure: Exception | None = None,
 ) -> Route:
     """Exchange the numbers of rows, and plan the way of the tokens; every rank of the group calls this.
@@ -82,18 +82,19 @@ def plan_route(
         group: The ranks, of which each has consecutive experts, and the first ones one more if they don't divide.
         capacity_factor: At most this many times the average number of pairs go to an expert, the first ones in order
             of ranks and tokens; others are dropped. None drops none.
-        gradients: Which gradients this rank will compute, a number that must be the same on all.
-        number: The number of the module of experts, which must be the same on all.
-        failure: Why this rank can't take part: it raises this, and all others are told.
+        gradients: The gradients that this rank will compute, as bits, the same on all ranks: 1 of the tokens, 2 of
+            the experts' parameters.
+        module_index: The index of the module of experts among those of the mesh, the same on all ranks.
+        failure: The error of this rank's arguments: raised here, and reported on all others.
 
     Raises:
         UnsupportedOpError: Another rank had a failure.
-        CollectiveMismatchError: On all ranks: ``gradients`` or ``number`` differ.
+        CollectiveMismatchError: On all ranks: ``gradients`` or ``module_index`` differ.
     """
     counts = torch.zeros(num_experts, dtype=torch.int64)
     if top_k_index is not None and failure is None:
         counts = torch.bincount(top_k_index.reshape(-1), minlength=num_experts)
-    message = torch.cat([torch.tensor([failure is not None, gradients, number]), counts])
+    message = torch.cat([torch.tensor([failure is not None, gradients, module_index]), counts])
     messages = all_gather(message, group=group).view(group.world_size, -1)
     _check_messages(messages, group, failure)
     assert top_k_index is not None, "or there was a failure"
@@ -157,7 +158,7 @@ def _check_messages(messages: torch.Tensor, group: Backend, failure: Exception |
 
 
 def describe_gradients(gradients: int) -> str:
-    """The tensors that `plan_route` was told of: 1 is the tokens, 2 the experts' parameters."""
+    """The tensors that the ``gradients`` of `plan_route` stand for, in words."""
     names = [name for bit, name in ((1, "tokens"), (2, "parameters")) if gradients & bit]
     return " and ".join(names) or "none"
 

@@ -20,9 +20,11 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 
 from ferrodist.collectives.engines.host import share_bytes
-from ferrodist.errors import DistributedError, RankFailedError, add_error_context, ranks_text
+from ferrodist.collectives.objects import all_gather_object
+from ferrodist.errors import CollectiveMismatchError, DistributedError, RankFailedError, add_error_context, ranks_text
 from ferrodist.parallel.backward_hooks import current_backward_id
 from ferrodist.parallel.program_failures import report_failure
 from ferrodist.parallel.tensor_parallel import compiled_forwards
@@ -273,7 +275,7 @@ class ReplicatedForward:
         words = (
             f"{'with' if torch.is_grad_enabled() else 'without'} gradients of {sum(trained)} parameters in"
             f" {'training' if module is not None and module.training else 'evaluation'}, of model"
-            f" {self._state.number} of the mesh"
+            f" {self._state.model_index} of the mesh"
         )
         return words, bytes(trained).hex()
 
@@ -300,18 +302,19 @@ _WITH_GRADIENTS = "tensor_parallel.with_gradients"
 
 
 class ParallelState:
-    """The state that the modules of a parallel model share; ``number`` counts the models that the mesh's ranks made.
+    """The state that the modules of a parallel model share; ``model_index`` counts those that were made on the mesh.
 
     ``gathers``: results become full plain tensors if a module is called from outside. ``checks``: ranks compare each
     plain tensor when it is used, and the inputs too. ``replicates``: operators without a rule are computed replicated.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, *, gathers: bool, checks: bool, replicates: bool, number: int | None = None
+        self, mesh: DeviceMesh, *, gathers: bool, checks: bool, replicates: bool, model_index: int | None = None
     ) -> None:
         models = mesh.parent.attachments.setdefault(_MODEL_COUNTS, collections.Counter())
-        models[mesh.identity] += number is None
-        self.number = models[mesh.identity] if number is None else number  # a copy, which one rank may make, has no own
+        models[mesh.identity] += model_index is None
+        # A copy, which one rank may make alone, has the original's.
+        self.model_index = models[mesh.identity] if model_index is None else model_index
         self.mesh, self.gathers, self.checks, self.replicates = mesh, gathers, checks, replicates
         self.failed_path = ""  # of the innermost module whose forward raised
         self.graph_depth = 0  # more than 0 while the compiler traces the inside of a forward
@@ -325,7 +328,11 @@ class ParallelState:
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
         """The state of a copy of the model."""
         made = memo[id(self)] = ParallelState(
-            self.mesh, gathers=self.gathers, checks=self.checks, replicates=self.replicates, number=self.number
+            self.mesh,
+            gathers=self.gathers,
+            checks=self.checks,
+            replicates=self.replicates,
+            model_index=self.model_index,
         )
         return made
 
@@ -351,8 +358,8 @@ class ParallelState:
         self.failed_path = ""
         try:
             if not is_in_backward:
-                self._leave_backward()
-            with self.checking(self.forward_check):
+                self._begin_forward(path)
+            with self.checking(self.forward_check), self._naming_module(path):
                 self.forward_check.path = path
                 yield
         except Exception as error:
@@ -360,21 +367,50 @@ class ParallelState:
                 self._report(error, self.failed_path or path, is_by_model=is_by_model)
             raise
 
-    def _leave_backward(self) -> None:
-        """Raise CollectiveMismatchError if another rank is in a backward still, in that of any model on the mesh.
+    def _naming_module(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """A block whose errors between ranks name the module; with ``checks`` they name it without."""
+        if self.checks:
+            return contextlib.nullcontext()
 
-        Collectives of this forward may look like those of that backward, and would take their elements. All ranks call
-        this before a forward; it is an exchange once a forward with gradients has run.
+        def describe() -> str:
+            inner = self.failed_path or path
+            where = f", in module {inner!r}" if inner else ""
+            return f"Rank {self.mesh.group.rank} was in a forward of a parallelized model{where}."
+
+        return add_error_context(
+            describe,
+            "Every rank must call the model with the same inputs: parallelize(..., check=True) finds the first tensor"
+            " that differs.",
+        )
+
+    def _begin_forward(self, path: str) -> None:
+        """Raise CollectiveMismatchError on all ranks unless all begin a forward of one module, alike in gradients.
+
+        Another rank may be in a backward still, of any model on the mesh, or call another model: its collectives may
+        look like those of this forward, and would take their elements. All ranks call this before a forward; it is an
+        exchange once a forward with gradients has run.
         """
         group, identity = self.mesh.group, self.mesh.identity
         with_gradients: set[Any] = self.mesh.parent.attachments.setdefault(_WITH_GRADIENTS, set())
         # With `checks` the forward begins by an exchange anyway.
         if identity in with_gradients and group.world_size > 1 and not self.checks:
+            gradients = "with" if torch.is_grad_enabled() else "without"
+            module = f"module {path!r} of " if path else ""
+            call = f"{module}model {self.model_index} of the mesh, {gradients} gradients"
             with add_error_context(
                 lambda: f"Rank {group.rank} was at the beginning of a forward of a parallelized model.",
                 "A rank whose backward raises must not go on: let the error end its program.",
             ):
-                share_bytes(group, "begin forward", b"", group.timeout)
+                digests = share_bytes(group, "begin forward", xxhash.xxh3_128_digest(call.encode()), group.timeout)
+            if any(one != digests[0] for one in digests):
+                calls: list[str] = all_gather_object(call, group=group)
+                rank = next(rank for rank, one in enumerate(calls) if one != calls[0])
+                raise CollectiveMismatchError(
+                    f"the ranks of group {group.name!r} begin different forwards of parallelized models: rank 0 one of"
+                    f" {calls[0]}, rank {rank} one of {calls[rank]}. Call models in the same order, and use"
+                    " torch.no_grad() alike, on all ranks",
+                    ranks=(rank,),
+                )
         if torch.is_grad_enabled():
             with_gradients.add(identity)
 
@@ -427,12 +463,12 @@ class GatheredMethod:
                 result = map_nested(gather, self._method(*args, **kwargs))
         except Exception:
             with contextlib.suppress(DistributedError):  # if the others are in another collective, they raise in that
-                self._meet(failed=True)
+                self._agree_on_end(failed=True)
             raise
-        self._meet(failed=False)
+        self._agree_on_end(failed=False)
         return result
 
-    def _meet(self, *, failed: bool) -> None:
+    def _agree_on_end(self, *, failed: bool) -> None:
         """Raise RankFailedError if the method failed on another rank; all ranks call this at its end."""
         group, name = self._state.mesh.group, getattr(self._method, "__name__", "a method")
         if group.world_size == 1 or group.failure is not None:

@@ -56,9 +56,9 @@ def _rule(linear: Callable[[OpCall], InputGroups], commuting: Sequence[ReduceOp]
 
 
 def _linear_in_first(call: OpCall) -> InputGroups:
-    """Linear in the first argument, unless that is a plain scalar beside a distributed tensor."""
+    """Linear in the first argument, unless that is a number or a plain scalar beside a distributed tensor."""
     first = next(iter(call.arguments.values()))
-    return () if isinstance(first, torch.Tensor) else ((0,),)
+    return ((0,),) if isinstance(first, DTensorSpec | list | tuple) else ()
 
 
 def _linear_in_each(call: OpCall) -> InputGroups:

@@ -42,6 +42,31 @@ def test_batches_that_cannot_be_sharded(name):
         fd.context_shard_batch({"input_ids": ONES, "labels": torch.ones(1, 4)}, group)
 
 
+def test_ranks_with_different_batches_are_found_by_check():
+    """Each rank would have tokens of another text, and the loss would be of none."""
+
+    def program(group):
+        batch = {"input_ids": IDS, "labels": IDS}
+        checked = fd.context_shard_batch(batch, group, check=True)
+        plain = fd.context_shard_batch(batch, group)
+        assert list(checked) == list(plain)
+        assert all(torch.equal(checked[name], plain[name]) for name in plain)
+        other = {"input_ids": IDS, "labels": IDS + group.rank}
+        with pytest.raises(
+            fd.CollectiveMismatchError, match=r"arguments differ. Rank 0: input_ids .*, labels .*digest"
+        ):
+            fd.context_shard_batch(other, group, check=True)
+        with pytest.raises(fd.CollectiveMismatchError, match="ignore_index=-101"):
+            fd.context_shard_batch(batch, group, ignore_index=-100 - group.rank, check=True)
+        kind, match = (TypeError, "mapping") if group.rank else (fd.CollectiveMismatchError, "rank 1 are wrong")
+        with pytest.raises(kind, match=match):
+            fd.context_shard_batch([1] if group.rank else batch, group, check=True)
+        with pytest.raises(TypeError, match="check must be True or False"):
+            fd.context_shard_batch(batch, group, check=1)
+
+    run_ranks(program, 2)
+
+
 @pytest.mark.parametrize("length", [1, 2])
 def test_a_rank_without_tokens_raises_on_all_ranks(length):
     """The loss of no tokens is not a number, and a model fails on that rank only."""

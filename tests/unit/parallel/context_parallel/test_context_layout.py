@@ -76,3 +76,18 @@ def test_shard_refuses_what_has_no_such_dim():
             fd.context_shard(torch.ones(2, 2), 2)
         with pytest.raises(TypeError, match=r"x must be a torch\.Tensor"):
             fd.context_shard([1])
+
+
+def test_dtensors_are_refused():
+    """Each rank would take its tokens of another tensor."""
+
+    def program(group):
+        x = fd.distribute(torch.arange(8)[None], fd.DeviceMesh(group, (2,), ("context",)), fd.Shard(1))
+        with pytest.raises(TypeError, match=r"x is a DTensor, and context_shard takes .* pass its full_tensor\(\)"):
+            fd.context_shard(x, 1, group)
+        with pytest.raises(TypeError, match="x is a DTensor, and context_unshard takes"):
+            fd.context_unshard(x, 1, group)
+        with pytest.raises(TypeError, match=r"batch\['input_ids'\] is a DTensor"):
+            fd.context_shard_batch({"input_ids": x}, group)
+
+    run_ranks(program, 2)

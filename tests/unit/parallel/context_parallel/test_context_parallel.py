@@ -197,20 +197,31 @@ def test_sliding_windows_are_refused():
         run_ranks(program, 3, 10)
 
 
-def test_layers_of_other_kinds_are_refused():
-    """Convolutions over this rank's tokens alone would be wrong without a word."""
+def _convolutional_model():
     sizes = {"vocab_size": 37, "hidden_size": 24, "block_ff_dim": 32, "block_multiple_of": 16, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "layer_types": ["conv", "full_attention"]}
-    model = transformers.Lfm2ForCausalLM(
+    return transformers.Lfm2ForCausalLM(
         transformers.Lfm2Config(**sizes, **heads, attn_implementation="sdpa", use_cache=False)
     )
 
+
+def _model_of_trigrams():
+    sizes = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1}
+    inner = {"num_attention_heads": 2, "embedding_size": 8, "intra_bottleneck_size": 8, "true_hidden_size": 8}
+    return transformers.MobileBertForMaskedLM(transformers.MobileBertConfig(**sizes, **inner)).eval()
+
+
+@pytest.mark.parametrize(("make", "kind"), [(_convolutional_model, "conv"), (_model_of_trigrams, "trigram_input")])
+def test_layers_of_other_kinds_are_refused(make, kind):
+    """Convolutions over this rank's tokens alone would be wrong without a word."""
+    model = make()
+
     def program(group):
         batch = fd.context_shard_batch({"input_ids": torch.zeros(1, 8, dtype=torch.long)}, group)
-        with fd.context_parallel(fd.DeviceMesh(group, (-1,), ("context",)), causal=True):
+        with fd.context_parallel(fd.DeviceMesh(group, (-1,), ("context",)), causal=kind == "conv"):
             return model(**batch)
 
-    with pytest.raises(fd.RankFailedError, match="layers of the kind 'conv', and context_parallel has only"):
+    with pytest.raises(fd.RankFailedError, match=f"layers of the kind '{kind}', and context_parallel has only"):
         run_ranks(program, 2)
 
 
@@ -399,6 +410,7 @@ def test_wrong_arguments_of_the_block():
             ((1,), "mesh must be a DeviceMesh", TypeError),
             ((mesh,), "mesh must have one axis", ValueError),
             ((mesh["context"], "tree"), "method must be", ValueError),
+            ((mesh["context"], ["ring"]), "method must be 'ring' or 'ulysses', not list", TypeError),
         ]:
             with pytest.raises(error, match=match), fd.context_parallel(*arguments):
                 pass
@@ -406,6 +418,20 @@ def test_wrong_arguments_of_the_block():
             pass
         with pytest.raises(RuntimeError, match="sdpa"), fd.context_parallel(mesh["context"]):
             torch.ones(1) + 1
+
+
+def test_calls_in_a_block_inside_of_another_count_for_both():
+    """As of a function that opens a block, and is called in one."""
+
+    def program(group):
+        mesh, q = fd.DeviceMesh(group, (2,), ("context",)), torch.ones(1, 1, 2, 4)
+        with fd.context_parallel(mesh):
+            with fd.context_parallel(mesh):
+                scaled_dot_product_attention(q, q, q)
+            with pytest.raises(RuntimeError, match="nothing inside of the block"), fd.context_parallel(mesh):
+                pass
+
+    run_ranks(program, 2)
 
 
 def test_a_block_without_attention_on_one_rank_is_an_error_on_all():

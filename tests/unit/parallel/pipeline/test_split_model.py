@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from ferrodist import DDP, FSDP, DeviceMesh, split_model
+from ferrodist import DDP, FSDP, DeviceMesh, parallelize, split_model
 from ferrodist.checkpoint import load_distributed, save_distributed
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.parallel.pipeline import Balance, Pipeline, PipelineSchedule, find_shared
@@ -405,6 +405,17 @@ class Reads(Model):
         return super().forward(tokens) @ self.blocks[3].layer.weight.new_zeros(9, 1) + self.blocks[0].layer.weight[0, 0]
 
 
+class ReadsDefault(Model):
+    """Reads a buffer outside of its module's call, as the default of an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[3].layer.register_buffer("kinds", torch.zeros(6, dtype=torch.long), persistent=False)
+
+    def forward(self, tokens):
+        return super().forward(tokens + self.blocks[3].layer.kinds)
+
+
 class Leaks(Model):
     """Takes a tensor from a block that the block didn't return."""
 
@@ -434,7 +445,8 @@ class Draws(Model):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (Reads, r"reads the parameter 'blocks.3.layer.weight' outside of its module's call"),
+        (Reads, r"reads the parameter or buffer 'blocks.3.layer.weight' outside of its module's call"),
+        (ReadsDefault, r"'blocks.3.layer.kinds' outside .* pass the input that it is the default of"),
         (Leaks, r"gets a tensor that module 'blocks.0' made, but didn't return"),
         (Writes, r"module 'blocks.1' writes to its arguments in place"),
         (Draws, r"gets random numbers of aten::rand, .* another stage uses, too"),
@@ -471,6 +483,25 @@ def test_wrong_arguments():
         split_model(model, 2, None, [1, 2], sample=BATCH)
     with pytest.raises(ValueError, match=r"pass it or costs=, not both"):
         split_model(model, 2, None, Balance.TIMES, sample=BATCH, costs=[1] * 6)
+    stages = split_model(model, 2, sample=BATCH)
+    for wrong in [(BATCH,), (), (stages[0](*BATCH), 3)]:
+        with pytest.raises(TypeError, match="stage 1 of a divided model takes what stage 0 returned, not"):
+            stages[1](*wrong)
+    with pytest.raises(TypeError, match="can't be copied or pickled"):
+        copy.deepcopy(stages[0])
+
+
+def test_sharded_models_are_refused():
+    """A stage would run without the code that gathers its parameters."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2,), ("tensor",))
+        with pytest.raises(ValueError, match=r"parameter '\S+' is distributed: split the model before"):
+            split_model(parallelize(own_model(), mesh, {}), 2, group, sample=BATCH)
+        with pytest.raises(ValueError, match=r"parameter '\S+' belongs to an FSDP.*: split the model before"):
+            split_model(FSDP(own_model(), group), 2, group, sample=BATCH)
+
+    run_ranks(program, 2)
 
 
 def test_ranks_that_disagree():
@@ -482,5 +513,16 @@ def test_ranks_that_disagree():
         kind = ValueError if group.rank else UnsupportedOpError
         with pytest.raises(kind, match=r"fails on its inputs"):
             split_model(own_model(), 2, group, sample=torch.ones(3) if group.rank else BATCH)
+        for arguments, kind, match in [
+            ({"model": 3}, TypeError, "model must be a torch.nn.Module, not int"),
+            ({"num_stages": "two"}, TypeError, "num_stages must be an integer, not 'two'"),
+            ({"output": 3}, TypeError, "output must be the name of an item"),
+            ({"blocks": "decoder"}, TypeError, "blocks must be names of lists of blocks, such as .* not 'decoder'"),
+            ({"blocks": 3}, TypeError, "blocks must be names of lists of blocks"),
+            ({"balance": Balance.TIMES, "costs": [1] * 6}, ValueError, "pass it or costs=, not both"),
+        ]:
+            given = {"model": own_model(), "num_stages": 2, "mesh_or_group": group, "sample": BATCH}
+            with pytest.raises(kind if group.rank else UnsupportedOpError, match=match):
+                split_model(**given | (arguments if group.rank else {}))
 
     run_ranks(program, 2)

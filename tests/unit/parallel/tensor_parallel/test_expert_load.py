@@ -15,6 +15,8 @@ def test_the_bias_moves_against_the_load():
         fd.update_expert_bias(bias, torch.ones(3))
     with pytest.raises(TypeError, match="bias must be float32 or float64"):
         fd.update_expert_bias(torch.zeros(4, dtype=torch.bfloat16), torch.ones(4))
+    with pytest.raises(TypeError, match="counts must be real numbers"):
+        fd.update_expert_bias(bias, torch.ones(4, dtype=torch.complex64))
     with pytest.raises(ValueError, match="rate"):
         fd.update_expert_bias(bias, torch.ones(4), rate=-1)
 

@@ -406,6 +406,18 @@ BAD_PLANS = {
     "another layer": (Block, {"gate": ExpertParallel()}, TypeError, "takes input"),
     "another style": (Block, {"experts": TensorParallelExperts()}, TypeError, "use parallelize"),
     "a wrong path": (Block, {"expert": ExpertParallel()}, ValueError, "matches no module"),
+    "another dim": (
+        Block,
+        {"experts": ExpertParallel(parameters={"down_proj": Shard(1)})},
+        ValueError,
+        r"can't have parameter 'down_proj' of module 'experts' as Shard\(1\)",
+    ),
+    "a list of parameters": (
+        Block,
+        {"experts": ExpertParallel(parameters=["down_proj"])},
+        TypeError,
+        "module 'experts' must have parameters= of placements",
+    ),
     "a parameter of another size": (Odd, {"": ExpertParallel()}, ValueError, "different sizes of dim 0"),
 }
 
@@ -424,6 +436,17 @@ def test_a_bad_plan_changes_nothing(case):
             )
         assert not any(isinstance(one, DTensor) for one in model.parameters())
         assert list(before) == list(model.state_dict())
+
+    run_ranks(program, 2)
+
+
+def test_experts_are_sharded_once():
+    """The error has the parameter's whole name."""
+
+    def program(group):
+        model = fd.parallelize_experts(seeded(Block), mesh_of(group), {"experts": ExpertParallel()})
+        with pytest.raises(ValueError, match=r"'experts\.gate_up_proj' is distributed already"):
+            fd.parallelize_experts(model, mesh_of(group), {"experts": ExpertParallel()})
 
     run_ranks(program, 2)
 

@@ -418,6 +418,19 @@ def test_calls_that_differ_between_ranks(change, message, check):
     run_ranks(program, 2, timeout=20)
 
 
+def test_inputs_of_different_shapes_name_the_module():
+    """The first collective that differs is in it; the remedy finds the input."""
+
+    def program(group):
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = fd.parallelize(layers, mesh_of(group), {"0": ColumnParallel(), "1": RowParallel()})
+        where = f"Rank {group.rank} was in a forward of a parallelized model, in module '1'. .* check=True"
+        with pytest.raises(CollectiveMismatchError, match=where):
+            model(torch.ones(2 + group.rank, 4))
+
+    run_ranks(program, 2)
+
+
 def test_different_inputs_are_found_with_check():
     """They count as replicated; with `check` the ranks compare them too."""
 
@@ -545,6 +558,30 @@ def test_parameters_added_later_are_refused():
         model[0].more = nn.Parameter(torch.eye(4))
         with pytest.raises(ValueError, match=r"in module '0' \(Adapter\).*it is a leaf that requires grad"):
             model(torch.ones(2, 4))
+        model = fd.parallelize(nn.Sequential(nn.Linear(4, 4)), mesh_of(group), {})
+        model[0].weight = nn.Parameter(torch.eye(4))  # of which the operator gets a view
+        with pytest.raises(ValueError, match=r"in module '0' \(Linear\).*it is a leaf that requires grad, or a view"):
+            model(torch.ones(2, 4))
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("change", ["order", "no_grad"])
+def test_different_forwards_after_one_with_gradients(change):
+    """They would compute with each other's activations: the models make no plain tensors, and are not checked."""
+
+    def program(group):
+        mesh, layer = mesh_of(group), nn.Linear(4, 4)
+        models = [fd.parallelize(copy.deepcopy(layer), mesh, {"": RowParallel()}) for _ in range(2)]
+        models[0](torch.ones(2, 4)).sum().backward()
+        called = models[group.rank if change == "order" else 0]
+        match = {"order": "rank 1 one of model 2 of", "no_grad": "rank 1 one of .* without gradients"}[change]
+        with (
+            torch.set_grad_enabled(group.rank == 0 or change == "order"),
+            pytest.raises(CollectiveMismatchError, match=match),
+        ):
+            called(torch.ones(2, 4))
+        models[1](torch.ones(2, 4))  # the group goes on
 
     run_ranks(program, 2)
 
