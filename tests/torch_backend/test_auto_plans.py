@@ -38,6 +38,12 @@ def deepseek_v3():
     return decoder("DeepseekV3", num_key_value_heads=4, n_group=1, topk_group=1, **sizes, **experts)
 
 
+def gpt_oss():
+    """Experts for which transformers has no plan but that of whole ones on each rank."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    return decoder("GptOss", num_key_value_heads=2, head_dim=8, **experts)
+
+
 def longcat():
     """Experts of which some return their tokens, and have no parameters."""
     sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -150,6 +156,7 @@ def gradients(model, batch):
         (gpt_neox, 13),
         (mixtral, 14),
         (deepseek_v3, 10),
+        (gpt_oss, 24),
         (longcat, 16),
         (mamba2, 2),
         (gpt2, 13),

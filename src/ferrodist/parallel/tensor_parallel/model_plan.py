@@ -79,6 +79,8 @@ _PARAMETER_PLACEMENTS: Mapping[str, Callable[[int], Placement]] = {
 def find_model_plan(module: nn.Module) -> dict[str, Style]:
     """The styles of a model's own plan, by the paths of modules; of one by names if its own shards no layer.
 
+    Experts that have none in these are sharded as the model's own plan of expert parallelism says.
+
     Rules for modules that the model does not have are left out, as transformers has it: plans are written for classes
     of models.
 
@@ -90,9 +92,10 @@ def find_model_plan(module: nn.Module) -> dict[str, Style]:
     names = names if isinstance(names, Mapping) else {}
     plan = resolve_names(module, names, skips_unmatched=True)
     if _has_layers(module, plan):
-        return plan
+        return plan | _other_experts(module, plan)
     kind = type(module).__name__
     plan = {**plan_by_names(module), **plan}
+    plan |= _other_experts(module, plan)
     if not plan and names:
         raise ValueError(
             f"no path of the plan of {kind} matches a module; the plan has {', '.join(map(repr, list(names)[:4]))}"
@@ -109,6 +112,20 @@ def find_model_plan(module: nn.Module) -> dict[str, Style]:
             stacklevel=4,
         )
     return plan
+
+
+def _other_experts(module: nn.Module, plan: Iterable[str]) -> dict[str, Style]:
+    """The styles that a model's own plan of expert parallelism, `ep_plan`, has for experts that a plan leaves out."""
+    names = getattr(module, "ep_plan", None)
+    if not isinstance(names, Mapping):
+        return {}
+    paths = [path for path, _ in module.named_modules()]
+    taken = {path for pattern in plan for path in _matching(pattern, paths)}
+    return {
+        pattern: style
+        for pattern, style in resolve_names(module, names, skips_unmatched=True).items()
+        if isinstance(style, ExpertStyle) and not taken.intersection(_matching(pattern, paths))
+    }
 
 
 def _has_layers(module: nn.Module, plan: Iterable[str]) -> bool:
