@@ -24,7 +24,7 @@ from ferrodist.torch_private.compilers import is_compiling
 from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ferrodist.mesh import DeviceMesh
 
@@ -60,50 +60,61 @@ class NormForward:
         """Compute the layer."""
         if is_compiling():
             return self._forward(*args, **kwargs)
+        if LOCAL_CALL.get() is not None:
+            return self._compute_in_block(args, kwargs)
         module = self._forward.__self__
         parameters = own_parameters(module)
-        is_in_block = LOCAL_CALL.get() is not None
         if (
             kwargs
             or not args
             or self._has_state
             or self._writes
-            or not (is_in_block or all(isinstance(one, DTensor) and one.placements == _REPLICATED for one in args))
+            or not all(isinstance(one, DTensor) and one.placements == _REPLICATED for one in args)
             or any(map(_is_sharded, parameters.values()))
             # Parametrizations and hooks that compute parameters, which would be DTensors.
             or own_modules(module)
             or own_buffers(module)
             or any(isinstance(one, DTensor) for one in module.__dict__.values())
         ):
-            return self._compute_distributed(args, kwargs)
+            return self._forward(*args, **kwargs)
         if self._writes is None:  # local tensors, which are views, could not be written
-            if is_in_block:
-                raise NotLocalError
             versions = [version_of(one) for one in args if not one.is_inference()]
             result = self._forward(*args)
             self._writes = versions != [version_of(one) for one in args if not one.is_inference()]
             return result
-        # The module's own code, on another module with local parameters: this one may run in other threads too.
-        local: nn.Module = object.__new__(type(module))
-        own = {name: one.to_local() if isinstance(one, DTensor) else None for name, one in parameters.items()}
-        before = {**module.__dict__, "_parameters": own}
-        local.__dict__.update(before)
-        # In a block views of its plain tensors, for gradients are summed in the same order then.
-        inputs = [one.view_as(one) if is_in_block else one.to_local() for one in args]
-        result = type(module).forward(local, *inputs)
-        after = local.__dict__
-        if len(after) != len(before) or any(after.get(name) is not one for name, one in before.items()):
+        result, has_changed = self._run([one.to_local() for one in args])
+        if has_changed:
             self._has_state = True
-            return self._compute_distributed(args, kwargs)
-        if is_in_block:
-            return result
+            return self._forward(*args)
         mesh = args[0].mesh
         return map_nested(lambda one: _wrap(one, mesh), result)
 
-    def _compute_distributed(self, args: Any, kwargs: Any) -> Any:
-        if LOCAL_CALL.get() is not None:
+    def _compute_in_block(self, args: Any, kwargs: Any) -> Any:
+        """Compute the layer on plain tensors. NotLocalError: it can't."""
+        if kwargs or self._has_state or self._writes is not False:
             raise NotLocalError
-        return self._forward(*args, **kwargs)
+        # Of views, for gradients are summed in the same order then as those of `to_local`.
+        result, self._has_state = self._run([one.view_as(one) for one in args])
+        if self._has_state:
+            raise NotLocalError
+        return result
+
+    def _run(self, args: Sequence[torch.Tensor]) -> tuple[Any, bool]:
+        """Run the module's code on another module with local parameters: this one may run in other threads too.
+
+        Returns the result, and whether the code has changed the module's attributes.
+        """
+        module = self._forward.__self__
+        own = {
+            name: one.to_local() if isinstance(one, DTensor) else None for name, one in own_parameters(module).items()
+        }
+        local: nn.Module = object.__new__(type(module))
+        before = {**module.__dict__, "_parameters": own}
+        local.__dict__.update(before)
+        result = type(module).forward(local, *args)
+        after = local.__dict__
+        has_changed = len(after) != len(before) or any(after.get(name) is not one for name, one in before.items())
+        return result, has_changed
 
 
 def _wrap(result: torch.Tensor, mesh: DeviceMesh) -> DTensor:
