@@ -113,6 +113,18 @@ def profile_steps(step: Callable[[], object], num_steps: int = 3) -> list[StepPr
     return [_profile_step(step) for _ in range(num_steps)]
 
 
+def _is_product(event: Any) -> bool:
+    return bool(event.name.removeprefix("aten::") in _PRODUCTS)
+
+
+def _is_inside_of_product(event: Any) -> bool:
+    """Whether it is the operator on a shard of one on a torch DTensor, which has the same name."""
+    outer = event.cpu_parent
+    while outer is not None and not _is_product(outer):
+        outer = outer.cpu_parent
+    return outer is not None
+
+
 def _profile_step(step: Callable[[], object]) -> StepProfile:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         began = time.perf_counter()
@@ -120,11 +132,11 @@ def _profile_step(step: Callable[[], object]) -> StepProfile:
         seconds = time.perf_counter() - began
     calls, products, over = [], 0.0, set()
     for event in profiler.events():
-        origin, _, name = event.name.partition(":")
+        origin = event.name.partition(":")[0]
         if origin in ("ferrodist", "gloo") or event.name == _WAIT:
             calls.append((event.time_range.start, event.time_range.end, origin))
             over |= {origin} - {_WAIT.partition(":")[0]}
-        elif origin == "aten" and name.lstrip(":") in _PRODUCTS:
+        elif _is_product(event) and not _is_inside_of_product(event):
             products += event.time_range.elapsed_us()
     messages: list[float] = []
     reached = 0.0
