@@ -6,7 +6,7 @@ A step is forward, backward and SGD of a LlamaForCausalLM of transformers: rando
 float32, 8 layers of 512 features (2 layers of wider ones). Two ranks on one host, one computing thread each, variants
 in turns in the same processes:
 
-- "ferrodist": ``fd.parallelize(model, mesh, "auto")``, eager and compiled by torch.compile,
+- "ferrodist": ``fd.parallelize(model, mesh, "auto")``, also with ``local_blocks``, and compiled by torch.compile,
 - "transformers over ferrodist" and "over gloo": transformers' own tensor parallelism, by its plan, over groups of
   torch.distributed with these backends,
 - "torch over gloo": ``parallelize_module`` of torch, layers and head by columns and rows,
@@ -61,7 +61,8 @@ if TYPE_CHECKING:
 WORDS, TOKENS, HEAD = 8192, 128, 64
 COMPILED = ", compiled"
 ALONE = {"one process, 1 thread": 1, "one process, 2 threads": 2, f"one process, 2 threads{COMPILED}": 2}
-OURS = ("ferrodist", f"ferrodist{COMPILED}")
+LOCAL_BLOCKS = ", local blocks"
+OURS = ("ferrodist", f"ferrodist{LOCAL_BLOCKS}", f"ferrodist{COMPILED}")
 THEIRS = {
     "transformers over ferrodist": "ferrodist",
     "transformers over gloo": "gloo",
@@ -127,7 +128,10 @@ def make_variants(group: fd.Backend, width: int) -> dict[str, Training]:
     model = make_model(width)
     mesh = fd.DeviceMesh(group, (group.world_size,), ("tp",))
     made = {
-        variant: Training(fd.parallelize(copy.deepcopy(model), mesh, "auto"), compiled=variant.endswith(COMPILED))
+        variant: Training(
+            fd.parallelize(copy.deepcopy(model), mesh, "auto", local_blocks=variant.endswith(LOCAL_BLOCKS)),
+            compiled=variant.endswith(COMPILED),
+        )
         for variant in OURS
     }
     for variant, backend in THEIRS.items():
