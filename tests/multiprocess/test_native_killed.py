@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 _WORLD_SIZE = 3
-_LIMIT_SECONDS = 1.0
+_LIMIT_SECONDS = 1.0 + 2.0  # a second, and some for a machine that is busy with other tests
 _DEADLINE_SECONDS = 0.5
 _LATE_SECONDS = 2.0  # the ranks' processors are shared with others
 
