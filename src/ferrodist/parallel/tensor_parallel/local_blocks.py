@@ -1,7 +1,7 @@
 """Blocks of a parallel model, such as a decoder's layers, that compute on local tensors.
 
 [Note: local blocks]
-Operators on DTensors cost some 15 us each, and a block of a transformer has about a hundred. Most blocks need none:
+An operator on DTensors costs Python and a dispatch, and a block of a transformer has many. Most blocks need none:
 their tensors are replicated outside of a pair of layers sharded by columns and by rows, and between the two each rank
 has its own features or heads, on which the module's code computes as it would on all. Such a block runs on plain
 tensors; its sharded layers sum what has to be summed.
@@ -9,7 +9,8 @@ tensors; its sharded layers sum what has to be summed.
 That code is right for this is not assumed but tried. The first forward of a kind (`_Kind`) is on DTensors; then the
 block computes random inputs with random parameters in both ways, and the ranks compare results, and gradients if there
 are any, bit by bit. If all are equal on all ranks, later forwards of that kind run on local tensors, else they go on
-with DTensors: code that uses the number of heads or features, parameters in between, dropout, or caches.
+with DTensors: code that uses the number of heads or features, parameters in between, dropout, or caches. A trial is no
+proof: it does not see what changes the code's path later, so programs ask for local blocks.
 """
 
 from __future__ import annotations
