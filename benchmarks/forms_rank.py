@@ -73,6 +73,23 @@ def expected(form: str, at: Sizes) -> Any:
 Call = Any  # a function without arguments that returns what the form gives on this rank
 
 
+def round_trip(
+    rank: int, send: Callable[..., object], receive: Callable[..., object], whole: Any, target: Any
+) -> Callable[[], Any]:
+    """A call in which rank 0 sends and then receives, and rank 1 the reverse."""
+
+    def run() -> Any:
+        if rank == 0:
+            send(whole, 1)
+            receive(target, 1)
+        else:
+            receive(target, 0)
+            send(whole, 0)
+        return target
+
+    return run
+
+
 class Ferrodist:
     """ferrodist's public functions."""
 
@@ -97,14 +114,6 @@ class Ferrodist:
         parts, targets = list(whole.clone().split(at.part)), list(target.clone().split(at.part))
         source_of_sent = tensor(values(rank, sum(at.sent)))
         root_out = target if rank == 0 else None
-
-        def exchange() -> Any:
-            if rank == 0:
-                fd.send(whole, 1)
-                return fd.recv_into(target, 1) and target
-            fd.recv_into(target, 0)
-            fd.send(whole, 0)
-            return target
 
         return {
             "allreduce": lambda: fd.allreduce(whole),
@@ -132,7 +141,7 @@ class Ferrodist:
             "all_to_all, list, out=": lambda: fd.all_to_all(parts, out=targets),
             "all_to_all, uneven": lambda: fd.all_to_all_single_uneven(source_of_sent, at.sent, at.received),
             "sendrecv": lambda: fd.sendrecv(whole, right, None, left),
-            "send, recv": exchange,
+            "send, recv": round_trip(rank, fd.send, fd.recv_into, whole, target),
             "objects, all_gather": lambda: fd.all_gather_object(OBJECT),
             "objects, broadcast": lambda: fd.broadcast_object(OBJECT),
         }
@@ -166,15 +175,6 @@ class Mpi:
 
             return run
 
-        def exchange() -> Any:
-            if rank == 0:
-                world.Send(whole, 1)
-                world.Recv(target, 1)
-            else:
-                world.Recv(target, 0)
-                world.Send(whole, 0)
-            return target
-
         def started() -> Any:
             world.Iallreduce(whole, target).Wait()
             return target
@@ -198,7 +198,7 @@ class Mpi:
                 received, world.Alltoallv, (source_of_sent, at.sent), (received, at.received)
             ),
             "sendrecv": sendrecv,
-            "send, recv": exchange,
+            "send, recv": round_trip(rank, world.Send, world.Recv, whole, target),
             "objects, all_gather": lambda: world.allgather(OBJECT),
             "objects, broadcast": lambda: world.bcast(OBJECT),
         }
@@ -252,15 +252,6 @@ class Torch:
             work.wait()
             return target
 
-        def exchange() -> Any:
-            if rank == 0:
-                dist.send(whole, 1)
-                dist.recv(target, 1)
-            else:
-                dist.recv(target, 0)
-                dist.send(whole, 0)
-            return target
-
         def objects() -> Any:
             found = [None] * at.num_ranks
             dist.all_gather_object(found, OBJECT)
@@ -286,7 +277,7 @@ class Torch:
                 received, dist.all_to_all_single, received, source_of_sent, at.received, at.sent
             ),
             "sendrecv": sendrecv,
-            "send, recv": exchange,
+            "send, recv": round_trip(rank, dist.send, dist.recv, whole, target),
             "objects, all_gather": objects,
             "objects, broadcast": one_object,
         }
