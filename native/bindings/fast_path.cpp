@@ -5,12 +5,16 @@
 #include <algorithm>
 #include <array>
 #include <initializer_list>
+#include <functional>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <utility>
+#include <vector>
 
+#include "base/fresh_memory.h"
 #include "bindings/failures.h"
 #include "bindings/gil_release.h"
 #include "bindings/tensor.h"
@@ -71,13 +75,40 @@ bool run_allreduce_if_plain(const std::optional<Pair>& pair, int op, const Go& g
     return true;
 }
 
+// Only the root has a result; elsewhere `out` is not used.
+template <class Go>
+bool run_reduce_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int op, int root, const Go& go) {
+    if (root < 0 || root >= self.num_ranks() || !has_no_factor(op)) return false;
+    const bool is_root = self.rank() == root;
+    const auto pair = view_pair(tensor, is_root ? out : tensor);
+    if (!pair || !std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
+    if (pair->source.data != pair->out.data && overlap(*pair)) return false;
+    const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
+    if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
+    go(size_of_pair(*pair), [out = is_root ? pair->out.data : nullptr, source = pair->source.data,
+                             count = pair->source.count, root, reduction](Context& context, const Deadline& deadline) {
+        reduce(context, out, source, count, root, reduction, deadline);
+    });
+    return true;
+}
+
 template <class Go>
 bool run_broadcast_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int root, const Go& go) {
-    const auto target = view_tensor(tensor.ptr());
-    if (!tensor.is(out) || !target || root < 0 || root >= self.num_ranks()) return false;
-    go(target->count * size_of(target->dtype),
-       [data = target->data, count = target->count, dtype = target->dtype, root](
-           Context& context, const Deadline& deadline) { broadcast(context, data, count, dtype, root, deadline); });
+    const auto pair = view_pair(tensor, out);
+    if (!pair || root < 0 || root >= self.num_ranks()) return false;
+    if (!std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
+    if (pair->source.data != pair->out.data && overlap(*pair)) return false;
+    // The engine reads the root's elements where it writes the others': in `out`.
+    const bool copies = self.rank() == root && pair->source.data != pair->out.data;
+    go(size_of_pair(*pair), [out = pair->out.data, source = copies ? pair->source.data : nullptr,
+                             count = pair->out.count, dtype = pair->out.dtype, root](Context& context,
+                                                                                     const Deadline& deadline) {
+        if (source != nullptr) {
+            expect_writes(out, count * size_of(dtype));
+            copy_bytes(out, source, count * size_of(dtype));
+        }
+        broadcast(context, out, count, dtype, root, deadline);
+    });
     return true;
 }
 
@@ -122,6 +153,37 @@ bool run_all_to_all_if_plain(const Communicator& self, nb::handle tensor, nb::ha
     return true;
 }
 
+// Rows of a tensor for each rank, and from each.
+struct Rows {
+    std::vector<std::size_t> sent;
+    std::vector<std::size_t> received;
+};
+
+template <class Go>
+bool run_uneven_all_to_all_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, const Rows& rows,
+                                    const Go& go) {
+    const auto pair = view_pair(tensor, out);
+    if (!pair || overlap(*pair) || pair->source.shape.empty() || pair->out.shape.empty()) return false;
+    const auto row_shape = pair->source.shape.subspan(1);
+    if (!std::ranges::equal(row_shape, pair->out.shape.subspan(1))) return false;
+    const auto total = [](const std::vector<std::size_t>& counts) {
+        return static_cast<std::int64_t>(std::accumulate(counts.begin(), counts.end(), std::size_t{0}));
+    };
+    const auto own = static_cast<std::size_t>(self.rank());
+    if (total(rows.sent) != pair->source.shape[0] || total(rows.received) != pair->out.shape[0]) return false;
+    if (rows.sent[own] != rows.received[own]) return false;
+    const auto unit = static_cast<std::size_t>(
+        std::accumulate(row_shape.begin(), row_shape.end(), std::int64_t{1}, std::multiplies<>()));
+    Rows counts = rows;
+    for (auto* each : {&counts.sent, &counts.received})
+        for (std::size_t& count : *each) count *= unit;
+    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, counts = std::move(counts), unit,
+                             dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
+        all_to_all(context, out, source, counts.sent, counts.received, unit, dtype, deadline);
+    });
+    return true;
+}
+
 // [Note: raw functions]
 // The blocking fast paths are functions of the C API: nanobind's take 50 ns longer, of the microsecond that a call
 // takes. They look up what Python code would, and so must be given the objects to look in: these live as long as the
@@ -130,15 +192,20 @@ struct Lookup {
     PyObject* collector = nullptr;    // context variable: not None inside `coalesce`
     PyObject* local_group = nullptr;  // context variable: the default group of this context, or None
     PyObject* process = nullptr;      // its `group` is the default group of the process, or None
-    std::array<PyObject*, 3> makers{};
+    std::array<PyObject*, 4> makers{};
     PyObject* group_name = PyUnicode_InternFromString("group");
     PyObject* fast_path_name = PyUnicode_InternFromString("fast_path");
     PyObject* number_name = PyUnicode_InternFromString("number");
 };
 const Lookup* lookup = nullptr;
 
-// How the result's shape follows from the tensor's: indexes of `Lookup::makers`.
-enum Shape : std::size_t { same, joined, part };
+// How the result's shape follows from the tensor's and a number: indexes of `Lookup::makers`.
+enum Shape : std::size_t {
+    same,    // the tensor's; the number is not used
+    joined,  // dim 0 so many times as long
+    part,    // dim 0 divided by it
+    rows,    // so many rows
+};
 
 nb::object attribute(nb::handle object, PyObject* name) {
     PyObject* found = PyObject_GetAttr(object.ptr(), name);
@@ -161,7 +228,17 @@ struct OpenFastPath {
     nb::handle engine;
 };
 
-std::optional<OpenFastPath> find_fast_path(nb::handle group) {
+// The value of `timeout`, in seconds, or `standard` for None; negative if the general path is to check it.
+double seconds_of(nb::handle timeout, double standard) {
+    if (timeout.is_none()) return standard;
+    double seconds = -1.0;
+    if (PyFloat_CheckExact(timeout.ptr())) seconds = PyFloat_AS_DOUBLE(timeout.ptr());
+    if (PyLong_CheckExact(timeout.ptr())) seconds = PyLong_AsDouble(timeout.ptr());
+    if (PyErr_Occurred() != nullptr) PyErr_Clear();  // an int too large for a double
+    return seconds >= 0.0 ? seconds : -1.0;          // NaN is not either
+}
+
+std::optional<OpenFastPath> find_fast_path(nb::handle group, nb::handle timeout = nb::none()) {
     if (lookup == nullptr) return std::nullopt;
     const nb::object collector = value_of(lookup->collector);
     if (!collector.is_valid() || !collector.is_none()) return std::nullopt;
@@ -175,9 +252,10 @@ std::optional<OpenFastPath> find_fast_path(nb::handle group) {
     if (!path.is_valid() || !PyTuple_Check(path.ptr()) || PyTuple_GET_SIZE(path.ptr()) != 4) return std::nullopt;
     const nb::handle communicator = PyTuple_GET_ITEM(path.ptr(), 0);
     if (!nb::isinstance<Communicator>(communicator)) return std::nullopt;
-    const double timeout = PyFloat_AsDouble(PyTuple_GET_ITEM(path.ptr(), 1));
+    const double seconds = seconds_of(timeout, PyFloat_AsDouble(PyTuple_GET_ITEM(path.ptr(), 1)));
+    if (seconds < 0.0) return std::nullopt;
     const nb::handle engine = PyTuple_GET_ITEM(path.ptr(), 2);
-    return OpenFastPath{std::move(path), nb::inst_ptr<Communicator>(communicator), timeout, engine};
+    return OpenFastPath{std::move(path), nb::inst_ptr<Communicator>(communicator), seconds, engine};
 }
 
 // The value of an int, or -1 for any other object.
@@ -202,12 +280,30 @@ int number_of(nb::handle op) {
     return index;
 }
 
+// The counts of a list or tuple of ints, one for each rank; empty if the general path is to check them.
+std::vector<std::size_t> counts_of(nb::handle counts, const Communicator& communicator) {
+    if (!PyList_CheckExact(counts.ptr()) && !PyTuple_CheckExact(counts.ptr())) return {};
+    if (PySequence_Fast_GET_SIZE(counts.ptr()) != communicator.num_ranks()) return {};
+    std::vector<std::size_t> found;
+    found.reserve(static_cast<std::size_t>(communicator.num_ranks()));
+    for (int r = 0; r < communicator.num_ranks(); ++r) {
+        const int count = index_of(PySequence_Fast_GET_ITEM(counts.ptr(), r));
+        if (count < 0) return {};
+        found.push_back(static_cast<std::size_t>(count));
+    }
+    return found;
+}
+
 // `out`, or a new tensor if that is None; None if the tensor is not plain, and null on an error.
-nb::object result_of(nb::handle out, nb::handle tensor, const OpenFastPath& path, Shape shape) {
+nb::object result_of(nb::handle out, nb::handle tensor, Shape shape, std::size_t number) {
     if (!out.is_none()) return nb::borrow(out);
-    const nb::object num_ranks = nb::int_(path.communicator->num_ranks());
-    PyObject* arguments[] = {tensor.ptr(), num_ranks.ptr()};
+    const nb::object count = nb::int_(number);
+    PyObject* arguments[] = {tensor.ptr(), count.ptr()};
     return nb::steal(PyObject_Vectorcall(lookup->makers[shape], arguments, 2, nullptr));
+}
+
+std::size_t num_ranks_of(const OpenFastPath& path) {
+    return static_cast<std::size_t>(path.communicator->num_ranks());
 }
 
 using Fact = std::pair<const char*, PyObject*>;  // an argument of a call, for the error message
@@ -219,6 +315,7 @@ void raise_for(const OpenFastPath& path, const char* operation, nb::handle tenso
         const nb::object failure = current_python_exception();
         nb::dict named;
         for (const auto& [name, value] : facts) named[name] = nb::borrow(value);
+        named["timeout"] = path.timeout;
         const nb::object error = path.engine.attr("call_error")(failure, operation, tensor, out, **named);
         PyException_SetCause(error.ptr(), nullptr);  // its text is in the error; this suppresses the context, too
         PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
@@ -252,15 +349,15 @@ PyObject* run_fast(const OpenFastPath& path, const char* operation, nb::handle t
     return mark_written(out.ptr()) ? out.release().ptr() : nullptr;
 }
 
-// The functions that Python calls. Each takes the arguments of its public namesake, all by position; tensor first and
-// out last.
+// The functions that Python calls. Each takes the arguments of its public namesake, all by position; tensor first, and
+// group, out and timeout last.
 
 PyObject* fast_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 4) Py_RETURN_NONE;
+    if (count != 5) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], op = arguments[1], group = arguments[2], out = arguments[3];
-    const auto path = find_fast_path(group);
+    const auto path = find_fast_path(group, arguments[4]);
     if (!path) Py_RETURN_NONE;
-    return run_fast(*path, "allreduce", tensor, result_of(out, tensor, *path, same), {{"op", op.ptr()}},
+    return run_fast(*path, "allreduce", tensor, result_of(out, tensor, same, 0), {{"op", op.ptr()}},
                     [&](nb::handle result, const auto& go) {
                         return run_allreduce_if_plain(view_pair(tensor, result), number_of(op), go);
                     });
@@ -283,48 +380,80 @@ PyObject* fast_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t 
     }
 }
 
-PyObject* fast_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 4) Py_RETURN_NONE;
-    const nb::handle tensor = arguments[0], root = arguments[1], group = arguments[2], out = arguments[3];
-    const auto path = find_fast_path(group);
+PyObject* fast_reduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 6) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0], root = arguments[1], op = arguments[2], group = arguments[3],
+                     out = arguments[4];
+    const auto path = find_fast_path(group, arguments[5]);
     if (!path) Py_RETURN_NONE;
-    return run_fast(*path, "broadcast", tensor, nb::borrow(out), {{"root", root.ptr()}},
+    const bool is_root = index_of(root) == path->communicator->rank();
+    if (!is_root && !out.is_none()) Py_RETURN_NONE;  // the general path refuses it
+    return run_fast(*path, "reduce", tensor,
+                    is_root ? result_of(out, tensor, same, 0) : result_of(out, tensor, rows, 0),
+                    {{"op", op.ptr()}, {"root", root.ptr()}}, [&](nb::handle result, const auto& go) {
+                        return run_reduce_if_plain(*path->communicator, tensor, result, number_of(op), index_of(root),
+                                                   go);
+                    });
+}
+
+PyObject* fast_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 5) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0], root = arguments[1], group = arguments[2], out = arguments[3];
+    const auto path = find_fast_path(group, arguments[4]);
+    if (!path) Py_RETURN_NONE;
+    return run_fast(*path, "broadcast", tensor, result_of(out, tensor, same, 0), {{"root", root.ptr()}},
                     [&](nb::handle result, const auto& go) {
                         return run_broadcast_if_plain(*path->communicator, tensor, result, index_of(root), go);
                     });
 }
 
 PyObject* fast_all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 4) Py_RETURN_NONE;
+    if (count != 5) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], dim = arguments[1], group = arguments[2], out = arguments[3];
-    const auto path = index_of(dim) == 0 ? find_fast_path(group) : std::nullopt;
+    const auto path = index_of(dim) == 0 ? find_fast_path(group, arguments[4]) : std::nullopt;
     if (!path) Py_RETURN_NONE;
-    return run_fast(*path, "all_gather", tensor, result_of(out, tensor, *path, joined), {{"dim", dim.ptr()}},
-                    [&](nb::handle result, const auto& go) {
+    return run_fast(*path, "all_gather", tensor, result_of(out, tensor, joined, num_ranks_of(*path)),
+                    {{"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
                         return run_all_gather_if_plain(*path->communicator, tensor, result, go);
                     });
 }
 
 PyObject* fast_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 5) Py_RETURN_NONE;
+    if (count != 6) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], op = arguments[1], dim = arguments[2], group = arguments[3],
                      out = arguments[4];
-    const auto path = index_of(dim) == 0 ? find_fast_path(group) : std::nullopt;
+    const auto path = index_of(dim) == 0 ? find_fast_path(group, arguments[5]) : std::nullopt;
     if (!path) Py_RETURN_NONE;
-    return run_fast(*path, "reduce_scatter", tensor, result_of(out, tensor, *path, part),
+    return run_fast(*path, "reduce_scatter", tensor, result_of(out, tensor, part, num_ranks_of(*path)),
                     {{"op", op.ptr()}, {"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
                         return run_reduce_scatter_if_plain(*path->communicator, tensor, result, number_of(op), go);
                     });
 }
 
 PyObject* fast_all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 3) Py_RETURN_NONE;
+    if (count != 4) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], group = arguments[1], out = arguments[2];
-    const auto path = find_fast_path(group);
+    const auto path = find_fast_path(group, arguments[3]);
     if (!path) Py_RETURN_NONE;
-    return run_fast(*path, "all_to_all", tensor, result_of(out, tensor, *path, same), {},
+    return run_fast(*path, "all_to_all", tensor, result_of(out, tensor, same, 0), {},
                     [&](nb::handle result, const auto& go) {
                         return run_all_to_all_if_plain(*path->communicator, tensor, result, go);
+                    });
+}
+
+PyObject* fast_all_to_all_single_uneven(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 6) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0], group = arguments[3], out = arguments[4];
+    const auto path = find_fast_path(group, arguments[5]);
+    if (!path) Py_RETURN_NONE;
+    const Rows rows{.sent = counts_of(arguments[1], *path->communicator),
+                    .received = counts_of(arguments[2], *path->communicator)};
+    if (rows.sent.empty() || rows.received.empty()) Py_RETURN_NONE;
+    const std::size_t total = std::accumulate(rows.received.begin(), rows.received.end(), std::size_t{0});
+    return run_fast(*path, "all_to_all", tensor, result_of(out, tensor, Shape::rows, total),
+                    {{"sent_rows", arguments[1]}},
+                    [&](nb::handle result, const auto& go) {
+                        return run_uneven_all_to_all_if_plain(*path->communicator, tensor, result, rows, go);
                     });
 }
 
@@ -347,10 +476,16 @@ constexpr PyMethodDef method(const char* name, Function* function) {
 }
 
 PyMethodDef fast_functions[] = {
-    method("fast_allreduce", fast_allreduce),           method("fast_allreduce_data", fast_allreduce_data),
-    method("fast_broadcast", fast_broadcast),           method("fast_all_gather", fast_all_gather),
-    method("fast_reduce_scatter", fast_reduce_scatter), method("fast_all_to_all", fast_all_to_all),
-    {"fast_barrier", fast_barrier, METH_O, nullptr},    {nullptr, nullptr, 0, nullptr},
+    method("fast_allreduce", fast_allreduce),
+    method("fast_allreduce_data", fast_allreduce_data),
+    method("fast_reduce", fast_reduce),
+    method("fast_broadcast", fast_broadcast),
+    method("fast_all_gather", fast_all_gather),
+    method("fast_reduce_scatter", fast_reduce_scatter),
+    method("fast_all_to_all", fast_all_to_all),
+    method("fast_all_to_all_single_uneven", fast_all_to_all_single_uneven),
+    {"fast_barrier", fast_barrier, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
 };
 
 // A started collective, with the tensors whose addresses the engine has. If it is destroyed before the collective has
@@ -409,17 +544,17 @@ void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
     m.def(
         "load_fast_paths",
         [](nb::handle collector, nb::handle local_group, nb::handle process, nb::handle make_same,
-           nb::handle make_joined, nb::handle make_part) {
+           nb::handle make_joined, nb::handle make_part, nb::handle make_rows) {
             static Lookup found;
-            for (const nb::handle each : {collector, local_group, process, make_same, make_joined, make_part})
+            for (const nb::handle each : {collector, local_group, process, make_same, make_joined, make_part, make_rows})
                 each.inc_ref();
             found.collector = collector.ptr();
             found.local_group = local_group.ptr();
             found.process = process.ptr();
-            found.makers = {make_same.ptr(), make_joined.ptr(), make_part.ptr()};
+            found.makers = {make_same.ptr(), make_joined.ptr(), make_part.ptr(), make_rows.ptr()};
             lookup = &found;
         },
-        "collector"_a, "local_group"_a, "process"_a, "make_same"_a, "make_joined"_a, "make_part"_a,
+        "collector"_a, "local_group"_a, "process"_a, "make_same"_a, "make_joined"_a, "make_part"_a, "make_rows"_a,
         "Set where the fast paths find the default group, and the functions that make their results.");
     nb::class_<Started>(m, "Started", "A started collective.")
         .def("is_done", &Started::is_done)

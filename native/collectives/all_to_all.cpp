@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <numeric>
+#include <optional>
 
 #include "base/fresh_memory.h"
 #include "collectives/data_movement.h"
@@ -10,51 +11,55 @@ namespace ferrodist {
 
 namespace {
 
-// The payload's part before the offer: the common size of this rank's parts if all that it sends and expects have the
-// same size, and the parts themselves if they are also small. If all ranks announce the same size no counts are
-// compared, and small parts need no slots.
-class EvenParts {
+// The payload's part before the offer: whether all parts that this rank sends and expects have one size, and which, and
+// all of its parts if they are small. If all ranks announce the same size no counts are compared; if all ranks' parts
+// are small, they need no slots.
+class InlineParts {
 public:
-    EvenParts(Context& context, std::size_t part_bytes, bool is_even)
+    // `part_bytes` is the common size of the parts, if they have one; `sent_bytes` is their sum.
+    InlineParts(Context& context, std::optional<std::size_t> part_bytes, std::size_t sent_bytes)
         : context_(context),
-          part_bytes_(part_bytes),
-          even_size_(is_even ? part_bytes + 1 : 0),
-          is_inline_(is_even && part_bytes * static_cast<std::size_t>(context.num_ranks) <= max_parts_bytes) {}
+          sent_bytes_(sent_bytes),
+          own_{.even_size = part_bytes ? *part_bytes + 1 : 0, .is_inline = sent_bytes <= max_parts_bytes} {}
 
     // Returns the address of the offer.
     std::byte* write(std::byte* payload, const std::byte* source) const {
-        std::memcpy(payload, &even_size_, sizeof even_size_);
-        if (is_inline_)
-            copy_bytes(payload + sizeof even_size_, source, part_bytes_ * static_cast<std::size_t>(context_.num_ranks));
-        return payload + sizeof even_size_ + max_parts_bytes;
+        std::memcpy(payload, &own_, sizeof own_);
+        if (own_.is_inline != 0) copy_bytes(payload + sizeof own_, source, sent_bytes_);
+        return payload + sizeof own_ + max_parts_bytes;
     }
 
-    // After `enter`: whether all ranks' parts have the same size; then they are inline on all ranks or on none.
-    [[nodiscard]] bool are_all_even() const {
+    // After `enter`: what holds for all ranks.
+    struct Common {
+        bool is_even = true;  // all parts have the same size
+        bool is_inline = true;
+    };
+    [[nodiscard]] Common common() const {
+        Common common;
         for (int r = 0; r < context_.num_ranks; ++r) {
-            std::uint64_t theirs = 0;
+            Header theirs;
             std::memcpy(&theirs, context_.fabric.arrival(r).payload.data(), sizeof theirs);
-            if (theirs == 0 || theirs != even_size_) return false;
+            common.is_even = common.is_even && theirs.even_size != 0 && theirs.even_size == own_.even_size;
+            common.is_inline = common.is_inline && theirs.is_inline != 0;
         }
-        return true;
+        return common;
     }
-    [[nodiscard]] bool are_inline() const { return is_inline_; }
 
-    void take(std::byte* out) const {
-        for (int r = 0; r < context_.num_ranks; ++r) {
-            const std::byte* parts = context_.fabric.arrival(r).payload.data() + sizeof(std::uint64_t);
-            copy_bytes(out + static_cast<std::size_t>(r) * part_bytes_,
-                       parts + static_cast<std::size_t>(context_.rank) * part_bytes_, part_bytes_);
-        }
+    // The parts that rank r sends, one after the other.
+    [[nodiscard]] const std::byte* of(int r) const {
+        return context_.fabric.arrival(r).payload.data() + sizeof(Header);
     }
 
 private:
-    static constexpr std::size_t max_parts_bytes = shm::max_inline_bytes - sizeof(std::uint64_t) - offer_bytes;
+    struct Header {
+        std::uint64_t even_size;  // one more than the size of every part; 0 if they differ
+        std::uint64_t is_inline;
+    };
+    static constexpr std::size_t max_parts_bytes = shm::max_inline_bytes - sizeof(Header) - offer_bytes;
 
     Context& context_;
-    std::size_t part_bytes_;
-    std::uint64_t even_size_;  // 0 if the parts differ in size
-    bool is_inline_;
+    std::size_t sent_bytes_;
+    Header own_;
 };
 
 // Checks all ranks' announced send counts against what this rank expects. Returns the largest part that goes to another
@@ -92,8 +97,9 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     const std::size_t part = send_counts[0];
     const auto is_part = [&](std::size_t count) { return count == part; };
     const bool is_even = std::ranges::all_of(send_counts, is_part) && std::ranges::all_of(receive_counts, is_part);
-    const EvenParts even(context, part * element_size, is_even);
-    std::byte* const offer_at = even.write(payload, source);
+    const std::size_t sent_bytes = sent_from[ranks] * element_size;
+    const InlineParts inline_parts(context, is_even ? std::optional(part * element_size) : std::nullopt, sent_bytes);
+    std::byte* const offer_at = inline_parts.write(payload, source);
     // The sizes differ between ranks and are unknown until all have entered, so segments are as large as the slots
     // allow.
     const std::size_t segment_elements = elements_in(context.fabric.layout().slot_bytes / ranks, element_size);
@@ -129,27 +135,32 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
                        context.fabric.slot(static_cast<int>(r), number) + own * room, segmentation.size_bytes(k));
         });
     };
+    // The offset in rank r's source of its part for this rank, in bytes.
+    const auto offset_at = [&](std::size_t r) {
+        const auto sent = context.fabric.counts(static_cast<int>(r));
+        return std::accumulate(sent.begin(), sent.begin() + context.rank, std::uint64_t{0}) * element_size;
+    };
     const auto direct = [&](const Sources& sources) {
         for_others([&](std::size_t r) {
-            const auto sent = context.fabric.counts(static_cast<int>(r));
-            const std::size_t begin = std::accumulate(sent.begin(), sent.begin() + context.rank, std::uint64_t{0});
-            sources.copy(static_cast<int>(r), begin * element_size, out + received_at[r] * element_size,
+            sources.copy(static_cast<int>(r), offset_at(r), out + received_at[r] * element_size,
                          receive_counts[r] * element_size);
         });
         copy_own();
     };
-    const std::size_t sent_bytes = sent_from[ranks] * element_size;
     const Offer offer = offer_source(context, Operation::all_to_all, source, sent_bytes, sent_bytes / ranks);
     make_offer(context, offer_at, offer, stage, staged_for, deadline);
     context.fabric.enter(deadline);
-    const bool are_all_even = even.are_all_even();
-    if (are_all_even && even.are_inline()) {
-        even.take(out);
+    const InlineParts::Common common = inline_parts.common();
+    const std::size_t largest = common.is_even ? part : compare_counts(context, receive_counts);
+    if (common.is_inline) {
+        for (std::size_t r = 0; r < ranks; ++r)
+            copy_bytes(out + received_at[r] * element_size,
+                       inline_parts.of(static_cast<int>(r)) + (common.is_even ? sent_from[own] * element_size : offset_at(r)),
+                       receive_counts[r] * element_size);
         context.fabric.count_segments(1);  // the staged segment
         return;
     }
     expect_writes(out, received_at[ranks] * element_size);
-    const std::size_t largest = are_all_even ? part : compare_counts(context, receive_counts);
     exchange_entered(context, offer_at, offer, (largest + segment_elements - 1) / segment_elements, stage, staged_for,
                      take, direct, deadline);
 }

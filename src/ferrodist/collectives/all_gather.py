@@ -73,7 +73,7 @@ def all_gather(
     """
     if is_profiling() and not is_recorded():
         return record(all_gather, tensor, dim, group=group, out=out, timeout=timeout)
-    result = compiled.fast_all_gather(tensor, dim, group, out) if timeout is None else None
+    result = compiled.fast_all_gather(tensor, dim, group, out, timeout)
     return execute(_all_gather(tensor, dim, group, out, timeout)) if result is None else result
 
 
@@ -219,7 +219,7 @@ def reduce_scatter(
     """
     if is_profiling() and not is_recorded():
         return record(reduce_scatter, tensor, op, dim=dim, group=group, out=out, timeout=timeout)
-    result = compiled.fast_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
+    result = compiled.fast_reduce_scatter(tensor, op, dim, group, out, timeout)
     return execute(_reduce_scatter(tensor, op, dim, group, out, timeout)) if result is None else result
 
 

@@ -86,8 +86,8 @@ def all_to_all(
     """
     if is_profiling() and not is_recorded():
         return record(all_to_all, tensors, group=group, out=out, timeout=timeout)
-    if timeout is None and isinstance(tensors, torch.Tensor) and (out is None or isinstance(out, torch.Tensor)):
-        result: torch.Tensor | None = compiled.fast_all_to_all(tensors, group, out)
+    if isinstance(tensors, torch.Tensor) and (out is None or isinstance(out, torch.Tensor)):
+        result: torch.Tensor | None = compiled.fast_all_to_all(tensors, group, out, timeout)
         if result is not None:
             return result
     return execute(_all_to_all(tensors, group, out, timeout))
@@ -188,7 +188,6 @@ def _check_outs(out: torch.Tensor | Sequence[torch.Tensor], parts: Sequence[torc
 
 
 @in_graphs
-@profiled
 def all_to_all_single_uneven(
     tensor: torch.Tensor,
     send_counts: Sequence[int],
@@ -222,6 +221,15 @@ def all_to_all_single_uneven(
             rank whose own counts match may raise this only at its next call.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
+    if is_profiling() and not is_recorded():
+        return record(
+            all_to_all_single_uneven, tensor, send_counts, recv_counts, group=group, out=out, timeout=timeout
+        )
+    result: torch.Tensor | None = compiled.fast_all_to_all_single_uneven(
+        tensor, send_counts, recv_counts, group, out, timeout
+    )
+    if result is not None:
+        return result
     check_tensor(tensor, in_graphs=True)
     check_dim(tensor, 0)
     chosen, limit = group_and_timeout(group, timeout)

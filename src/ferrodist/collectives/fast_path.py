@@ -1,8 +1,8 @@
 """The fast path of plain calls: from the user's function straight into the compiled engine.
 
-A call is plain if its tensors are contiguous, on the CPU and need no gradient, and it has the group's own timeout and
-is outside of `coalesce`. The engine checks such tensors itself. All other calls, and all whose arguments are wrong,
-take the general path. Both paths meet in the engine, so different ranks may take different ones.
+A call is plain if its tensors are contiguous, on the CPU and need no gradient, and it is outside of `coalesce`. The
+engine checks such tensors itself. All other calls, and all whose arguments are wrong, take the general path. Both paths
+meet in the engine, so different ranks may take different ones. Started calls are plain with the group's own timeout.
 
 A collective's function takes the arguments of its public namesake and returns the result, or None before anything has
 happened. Those that block are C++, in native/bindings/fast_path.cpp, and called as ``compiled.fast_allreduce``;
@@ -118,6 +118,12 @@ def _scattered(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor | None:
     return tensor.new_empty((tensor.shape[0] // num_ranks, *tensor.shape[1:]))
 
 
+def _rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor | None:
+    if not _is_plain(tensor):
+        return None
+    return tensor.new_empty((num_rows, *tensor.shape[1:]))
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     is_dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
     return is_dense and tensor.is_cpu and not tensor.requires_grad
@@ -167,8 +173,8 @@ class _NativeWork(PendingCollective[torch.Tensor]):
 
 
 if is_native_available():
-    # The last three create the results of blocking calls.
-    compiled.load_fast_paths(collector, *process_group.default_holders(), _like, _gathered, _scattered)
+    # The last four create the results of blocking calls.
+    compiled.load_fast_paths(collector, *process_group.default_holders(), _like, _gathered, _scattered, _rows)
 
 
 class Progress(NamedTuple):

@@ -73,7 +73,7 @@ def allreduce(
     if is_profiling() and not is_recorded():
         return record(allreduce, tensor, op, group=group, out=out, timeout=timeout)
     # Plain calls go straight into C++, native/bindings/fast_path.cpp; None: they take the general path.
-    result = compiled.fast_allreduce(tensor, op, group, out) if timeout is None else None
+    result = compiled.fast_allreduce(tensor, op, group, out, timeout)
     return execute(_allreduce(tensor, op, group, out, timeout)) if result is None else result
 
 
@@ -144,7 +144,6 @@ def _times_other_factors(own: torch.Tensor, grad: torch.Tensor, group: Backend) 
 
 
 @in_graphs
-@profiled
 def reduce(
     tensor: torch.Tensor,
     dst: int = 0,
@@ -173,6 +172,15 @@ def reduce(
         TypeError, RuntimeError, CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
         InvalidRankError: ``dst`` is not a rank of the group.
     """
+    if is_profiling() and not is_recorded():
+        return record(reduce, tensor, dst, op, group=group, out=out, timeout=timeout)
+    result = compiled.fast_reduce(tensor, dst, op, group, out, timeout)
+    return execute(_reduce(tensor, dst, op, group, out, timeout)) if result is None else result
+
+
+def _reduce(  # noqa: PLR0917 - the public signature
+    tensor: torch.Tensor, dst: int, op: Op, group: Backend | None, out: torch.Tensor | None, timeout: float | None
+) -> PreparedCall[torch.Tensor]:
     check_tensor(tensor, in_graphs=True)
     check_reduction(tensor.dtype, op)
     chosen, limit = group_and_timeout(group, timeout)
@@ -193,7 +201,7 @@ def reduce(
         root=dst,
         timeout=limit,
     )
-    return execute(PreparedCall(op=call, group=chosen, engine=engine, finish=finish))
+    return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
 
 
 def _reduce_backward(
@@ -238,7 +246,7 @@ def broadcast(
     """
     if is_profiling() and not is_recorded():
         return record(broadcast, tensor, root, group=group, out=out, timeout=timeout)
-    result = compiled.fast_broadcast(tensor, root, group, out) if timeout is None else None
+    result = compiled.fast_broadcast(tensor, root, group, out, timeout)
     return execute(_broadcast(tensor, root, group, out, timeout)) if result is None else result
 
 

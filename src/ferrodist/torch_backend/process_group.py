@@ -222,7 +222,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
                 started = start_broadcast(data, opts.rootRank, level.group, data)
                 if started is not None:
                     return self._returned(level.work_of(started, [tensor]))
-            elif compiled.fast_broadcast(data, opts.rootRank, level.group, data) is not None:
+            elif compiled.fast_broadcast(data, opts.rootRank, level.group, data, None) is not None:
                 return self._done
         return self._run(collectives.broadcast(self.group, tensor, opts.rootRank), opts)
 
@@ -257,7 +257,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
                 started = start_all_gather(data, 0, level.group, out)
                 if started is not None:
                     return self._returned(level.work_of(started, [output]))
-            elif compiled.fast_all_gather(data, 0, level.group, out) is not None:
+            elif compiled.fast_all_gather(data, 0, level.group, out, None) is not None:
                 return self._done
         return self._run(collectives.all_gather_single(self.group, output, tensor), opts)
 
@@ -312,7 +312,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
                 started = start_reduce_scatter(data, op, 0, level.group, out)
                 if started is not None:
                     return self._returned(level.work_of(started, [output]))
-            elif compiled.fast_reduce_scatter(data, op, 0, level.group, out) is not None:
+            elif compiled.fast_reduce_scatter(data, op, 0, level.group, out, None) is not None:
                 return self._done
         call = collectives.reduce_scatter_single(self.group, output, tensor, reduction(opts.reduceOp))
         return self._run(call, opts)

@@ -171,12 +171,16 @@ class NativeEngine:
         tensor: torch.Tensor | None,
         out: torch.Tensor | None,
         op: Any = None,
+        timeout: float | None = None,
+        sent_rows: Sequence[int] | None = None,
         **facts: Any,
     ) -> BaseException:
         """End the group because of a failed call of ``compiled``; returns the error. A barrier has no tensors."""
-        unit = 0 if tensor is None else tensor.numel() // self.num_ranks
+        num_parts = self.num_ranks if sent_rows is None else max(1, sum(sent_rows))
+        unit = 0 if tensor is None else tensor.numel() // num_parts
+        limit = self.timeout if timeout is None else timeout
         kind = CollectiveKind(operation)
-        failed = CollectiveOp(kind=kind, source=tensor, out=out, reduction=op, unit=unit, timeout=self.timeout, **facts)
+        failed = CollectiveOp(kind=kind, source=tensor, out=out, reduction=op, unit=unit, timeout=limit, **facts)
         return self._abort_for(failure, failed.signature(), failed.timeout)
 
     def has_left(self, failure: BaseException) -> bool:
