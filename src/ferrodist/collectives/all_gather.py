@@ -7,6 +7,8 @@ import struct
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.native.binding import compiled
 from ferrodist.collectives.arguments import (
@@ -34,8 +36,6 @@ from ferrodist.torch_private.profiling import is_profiling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.work import PendingCollective
@@ -91,7 +91,6 @@ def async_all_gather(
     return submit(_all_gather(tensor, dim, group, out, timeout)) if pending is None else pending
 
 
-@profiled
 def all_gather_uneven(
     tensor: torch.Tensor,
     dim: int = 0,
@@ -121,25 +120,43 @@ def all_gather_uneven(
         IndexError, TypeError, RuntimeError: As for `all_gather`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
+    if is_profiling() and not is_recorded():
+        return record(all_gather_uneven, tensor, dim, group=group, out=out, timeout=timeout)
+    # A list has the payloads that the ranks have shared: the general path goes on from there.
+    result = compiled.fast_all_gather_uneven(tensor, dim, group, out, timeout)
+    if isinstance(result, torch.Tensor):
+        return result
     check_tensor(tensor, in_graphs=True)
     tensor = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
     dim = check_dim(tensor, dim)
     chosen, limit = group_and_timeout(group, timeout)
     check_out(out, tensor, dtype=tensor.dtype)
     deadline = Deadline(limit)
-    sizes = share_sizes("all_gather_uneven", tensor, dim, chosen, limit)
+    sizes = share_sizes("all_gather_uneven", tensor, dim, chosen, limit, payloads=result)
     return execute(_all_gather(tensor, dim, chosen, out, deadline.remaining(), sizes))
 
 
 _DEVICES = ("on the CPU", "on a GPU")
 
 
-def share_sizes(operation: str, tensor: torch.Tensor, dim: int, group: Backend, timeout: float) -> list[int]:
-    """Share each rank's size along a dim; ``dim`` and the number of dims must be equal on all ranks."""
-    refuse_in_coalesce(operation)
-    engine_of(group, tensor.device)  # raises before other ranks wait for this one
-    payload = _SIZE.pack(tensor.shape[dim], dim, tensor.dim(), tensor.is_cuda)
-    payloads = share_bytes(group, operation, payload, timeout)
+def share_sizes(
+    operation: str,
+    tensor: torch.Tensor,
+    dim: int,
+    group: Backend,
+    timeout: float,
+    *,
+    payloads: Sequence[bytes] | None = None,
+) -> list[int]:
+    """Share each rank's size along a dim; ``dim`` and the number of dims must be equal on all ranks.
+
+    ``payloads`` are what the ranks have shared, if they have.
+    """
+    if payloads is None:
+        refuse_in_coalesce(operation)
+        engine_of(group, tensor.device)  # raises before other ranks wait for this one
+        payload = _SIZE.pack(tensor.shape[dim], dim, tensor.dim(), tensor.is_cuda)
+        payloads = share_bytes(group, operation, payload, timeout)
     shared = unpack_payloads(_SIZE, payloads, group, operation)
     differing = tuple(rank for rank, each in enumerate(shared) if each[1:] != shared[0][1:])
     if differing:

@@ -124,6 +124,14 @@ def _rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor | None:
     return tensor.new_empty((num_rows, *tensor.shape[1:]))
 
 
+def _empty(tensor: torch.Tensor, _number: int) -> torch.Tensor | None:
+    return tensor.new_empty(0) if _is_plain(tensor) else None
+
+
+def _new(dtype_index: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=DTYPES[dtype_index], device="cpu")
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     is_dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
     return is_dense and tensor.is_cpu and not tensor.requires_grad
@@ -173,8 +181,8 @@ class _NativeWork(PendingCollective[torch.Tensor]):
 
 
 if is_native_available():
-    # The last four create the results of blocking calls.
-    compiled.load_fast_paths(collector, *process_group.default_holders(), _like, _gathered, _scattered, _rows)
+    _makers = (_like, _gathered, _scattered, _rows, _empty)  # in the order of `Shape` in native/bindings/fast_call.h
+    compiled.load_fast_paths(collector, *process_group.default_holders(), _makers, _new)
 
 
 class Progress(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
+from ferrodist.backends.native.binding import compiled
 from ferrodist.collectives.all_gather import ConcatSpec, share_sizes
 from ferrodist.collectives.arguments import (
     OutputBuffer,
@@ -36,10 +37,11 @@ from ferrodist.collectives.payloads import (
     dtype_at,
     unpack_payloads,
 )
-from ferrodist.collectives.profiling import profiled
+from ferrodist.collectives.profiling import is_recorded, record
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.work import PreparedCall, execute, refuse_in_coalesce
 from ferrodist.deadline import Deadline
+from ferrodist.torch_private.profiling import is_profiling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +55,6 @@ _SCATTER_CALL = struct.Struct("<ii")
 _SCATTER_HEAD = struct.Struct(f"<iiB??B{_MAX_SCATTER_DIMS}q")
 
 
-@profiled
 def gather(
     tensor: torch.Tensor,
     dst: int = 0,
@@ -85,6 +86,12 @@ def gather(
         TypeError, RuntimeError: ``tensor`` or ``out`` is invalid, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
+    if is_profiling() and not is_recorded():
+        return record(gather, tensor, dst, dim=dim, group=group, out=out, timeout=timeout)
+    # A list has the payloads that the ranks have shared: the general path goes on from there.
+    result = compiled.fast_gather(tensor, dst, dim, group, out, timeout)
+    if isinstance(result, torch.Tensor):
+        return result
     check_tensor(tensor)
     part = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
     dim = check_dim(part, dim)
@@ -93,7 +100,7 @@ def gather(
     check_out_of_root(chosen, dst, out)
     check_out(out, part, dtype=part.dtype)
     deadline = Deadline(limit)
-    sizes = share_sizes("gather", part, dim, chosen, limit)
+    sizes = share_sizes("gather", part, dim, chosen, limit, payloads=result)
     return gather_with_sizes(part, sizes, dst, dim=dim, group=chosen, out=out, timeout=deadline.remaining())
 
 
@@ -134,7 +141,6 @@ def gather_with_sizes(
     return execute(PreparedCall(op=op, group=group, engine=engine, finish=finish))
 
 
-@profiled
 def scatter(
     tensor: torch.Tensor | None,
     src: int = 0,
@@ -176,6 +182,11 @@ def scatter(
         InvalidRankError: ``src`` is not a rank of the group.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
+    if is_profiling() and not is_recorded():
+        return record(scatter, tensor, src, dim=dim, group=group, out=out, timeout=timeout)
+    result = compiled.fast_scatter(tensor, src, dim, group, out, timeout)  # as for `gather`
+    if isinstance(result, torch.Tensor):
+        return result
     chosen, limit = group_and_timeout(group, timeout)
     src, dim = check_root(chosen, src, "src"), check_int("dim", dim)
     if not -_MAX_SCATTER_DIMS <= dim < _MAX_SCATTER_DIMS:
@@ -201,8 +212,10 @@ def scatter(
         if tensor.numel():
             raise ValueError(f"rank {src} scatters: pass None on rank {chosen.rank}, or a tensor without elements")
     deadline = Deadline(limit)
-    refuse_in_coalesce("scatter")
-    payloads = share_bytes(chosen, "scatter", payload, limit)
+    payloads = result
+    if payloads is None:
+        refuse_in_coalesce("scatter")
+        payloads = share_bytes(chosen, "scatter", payload, limit)
     _compare_scatters(payloads, chosen)
     dim, _, dtype_index, recorded, is_cuda, num_dims, *shape = _SCATTER_HEAD.unpack(payloads[src])
     check_sizes(shape, chosen, src, "scatter")

@@ -1,0 +1,147 @@
+#include "bindings/fast_call.h"
+
+#include <array>
+#include <limits>
+
+#include "bindings/failures.h"
+
+namespace ferrodist {
+
+namespace {
+
+struct Lookup {
+    PyObject* collector = nullptr;    // context variable: not None inside `coalesce`
+    PyObject* local_group = nullptr;  // context variable: the default group of this context, or None
+    PyObject* process = nullptr;      // its `group` is the default group of the process, or None
+    std::array<PyObject*, 5> makers{};
+    PyObject* make_tensor = nullptr;
+    PyObject* group_name = PyUnicode_InternFromString("group");
+    PyObject* fast_path_name = PyUnicode_InternFromString("fast_path");
+    PyObject* number_name = PyUnicode_InternFromString("number");
+};
+const Lookup* lookup = nullptr;
+
+nb::object attribute(nb::handle object, PyObject* name) {
+    PyObject* found = PyObject_GetAttr(object.ptr(), name);
+    if (found == nullptr) PyErr_Clear();  // the general path reports that it is missing
+    return nb::steal(found);
+}
+
+nb::object value_of(PyObject* variable) {
+    PyObject* value = nullptr;
+    if (PyContextVar_Get(variable, nullptr, &value) < 0) PyErr_Clear();
+    return nb::steal(value);
+}
+
+// The value of `timeout`, in seconds, or `standard` for None; negative if the general path is to check it.
+double seconds_of(nb::handle timeout, double standard) {
+    if (timeout.is_none()) return standard;
+    double seconds = -1.0;
+    if (PyFloat_CheckExact(timeout.ptr())) seconds = PyFloat_AS_DOUBLE(timeout.ptr());
+    if (PyLong_CheckExact(timeout.ptr())) seconds = PyLong_AsDouble(timeout.ptr());
+    if (PyErr_Occurred() != nullptr) PyErr_Clear();  // an int too large for a double
+    return seconds >= 0.0 ? seconds : -1.0;          // NaN is not either
+}
+
+}  // namespace
+
+void set_lookup(nb::handle collector, nb::handle local_group, nb::handle process, nb::handle makers,
+                nb::handle make_tensor) {
+    static Lookup found;
+    found.collector = collector.inc_ref().ptr();
+    found.local_group = local_group.inc_ref().ptr();
+    found.process = process.inc_ref().ptr();
+    found.make_tensor = make_tensor.inc_ref().ptr();
+    for (std::size_t i = 0; i < found.makers.size(); ++i)
+        found.makers[i] = Py_NewRef(PyTuple_GET_ITEM(makers.ptr(), static_cast<Py_ssize_t>(i)));
+    lookup = &found;
+}
+
+std::optional<OpenFastPath> find_fast_path(nb::handle group, nb::handle timeout) {
+    if (lookup == nullptr) return std::nullopt;
+    const nb::object collector = value_of(lookup->collector);
+    if (!collector.is_valid() || !collector.is_none()) return std::nullopt;
+    nb::object chosen = nb::borrow(group);
+    if (group.is_none()) {
+        chosen = value_of(lookup->local_group);
+        if (!chosen.is_valid() || chosen.is_none()) chosen = attribute(lookup->process, lookup->group_name);
+        if (!chosen.is_valid()) return std::nullopt;
+    }
+    nb::object path = attribute(chosen, lookup->fast_path_name);
+    if (!path.is_valid() || !PyTuple_Check(path.ptr()) || PyTuple_GET_SIZE(path.ptr()) != 4) return std::nullopt;
+    const nb::handle communicator = PyTuple_GET_ITEM(path.ptr(), 0);
+    if (!nb::isinstance<Communicator>(communicator)) return std::nullopt;
+    const double seconds = seconds_of(timeout, PyFloat_AsDouble(PyTuple_GET_ITEM(path.ptr(), 1)));
+    if (seconds < 0.0) return std::nullopt;
+    const nb::handle engine = PyTuple_GET_ITEM(path.ptr(), 2);
+    return OpenFastPath{std::move(path), nb::inst_ptr<Communicator>(communicator), seconds, engine};
+}
+
+int index_of(nb::handle value) {
+    if (!PyLong_CheckExact(value.ptr())) return -1;
+    const long index = PyLong_AsLong(value.ptr());
+    if (index == -1) PyErr_Clear();  // too large for a long: as invalid as a negative one
+    return index < 0 || index > std::numeric_limits<int>::max() ? -1 : static_cast<int>(index);
+}
+
+int number_of(nb::handle op) {
+    static nb::handle last_op;  // most calls use the same op; retained, so that no other object can have its address
+    static int last_number = -1;
+    if (op.is(last_op)) return last_number;
+    const nb::object number = attribute(op, lookup->number_name);
+    const int index = number.is_valid() ? index_of(number) : -1;
+    if (index >= 0) {
+        last_number = index;
+        const nb::object before = nb::steal(std::exchange(last_op, op.inc_ref()));  // destroying it may run any code
+    }
+    return index;
+}
+
+std::vector<std::size_t> counts_of(nb::handle counts, const Communicator& communicator) {
+    if (!PyList_CheckExact(counts.ptr()) && !PyTuple_CheckExact(counts.ptr())) return {};
+    if (PySequence_Fast_GET_SIZE(counts.ptr()) != communicator.num_ranks()) return {};
+    std::vector<std::size_t> found;
+    found.reserve(static_cast<std::size_t>(communicator.num_ranks()));
+    for (int r = 0; r < communicator.num_ranks(); ++r) {
+        const int count = index_of(PySequence_Fast_GET_ITEM(counts.ptr(), r));
+        if (count < 0) return {};
+        found.push_back(static_cast<std::size_t>(count));
+    }
+    return found;
+}
+
+nb::object result_of(nb::handle out, nb::handle tensor, Shape shape, std::size_t number) {
+    if (!out.is_none()) return nb::borrow(out);
+    const nb::object count = nb::int_(number);
+    PyObject* arguments[] = {tensor.ptr(), count.ptr()};
+    return nb::steal(PyObject_Vectorcall(lookup->makers[static_cast<std::size_t>(shape)], arguments, 2, nullptr));
+}
+
+nb::object new_tensor(std::uint8_t dtype, std::span<const std::int64_t> shape, std::size_t rows) {
+    const nb::object number = nb::int_(dtype);
+    const nb::object sizes = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(shape.size())));
+    if (!sizes.is_valid()) return {};
+    for (std::size_t dim = 0; dim < shape.size(); ++dim) {
+        const auto size = dim == 0 ? static_cast<std::int64_t>(rows) : shape[dim];
+        PyTuple_SET_ITEM(sizes.ptr(), static_cast<Py_ssize_t>(dim), PyLong_FromLongLong(size));
+    }
+    PyObject* arguments[] = {number.ptr(), sizes.ptr()};
+    return nb::steal(PyObject_Vectorcall(lookup->make_tensor, arguments, 2, nullptr));
+}
+
+void raise_for(const OpenFastPath& path, const char* operation, nb::handle tensor, nb::handle out,
+               std::initializer_list<Fact> facts) {
+    try {
+        const nb::object failure = current_python_exception();
+        nb::dict named;
+        for (const auto& [name, value] : facts) named[name] = nb::borrow(value);
+        named["timeout"] = path.timeout;
+        const nb::object error = path.engine.attr("call_error")(failure, operation, tensor, out, **named);
+        PyException_SetCause(error.ptr(), nullptr);  // its text is in the error; this suppresses the context, too
+        PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    } catch (nb::python_error& error) {
+        error.restore();
+    }
+}
+
+}  // namespace ferrodist

@@ -1,0 +1,281 @@
+#include "bindings/fast_sized.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "bindings/fast_call.h"
+#include "bindings/plain_calls.h"
+
+namespace ferrodist {
+
+namespace {
+
+// [Note: shared sizes]
+// Such a call is two collectives: a `share` of what each rank knows, and one that moves the elements. The payloads are
+// those of collectives/all_gather.py and gather.py, whose general path makes the same two calls. Where the payloads are
+// not those of plain calls that fit together, a function returns them, as a list of bytes, and the general path goes on
+// from there: it raises the errors. It returns None if nothing has happened, and else the result.
+
+using Payloads = std::vector<std::string>;
+
+constexpr std::int64_t most_elements = std::int64_t{1} << 47;  // as in collectives/payloads.py
+
+// The time that a call has left.
+class Rest {
+public:
+    explicit Rest(const OpenFastPath& path) : path_(path), timeout_(path.timeout) {}
+    // Of the path's timeout.
+    [[nodiscard]] OpenFastPath path() const {
+        OpenFastPath rest = path_;
+        rest.timeout = std::max(0.0, timeout_ - began_.elapsed_seconds());
+        return rest;
+    }
+
+private:
+    const OpenFastPath& path_;
+    double timeout_;
+    Deadline began_{timeout_};
+};
+
+// Gives every rank's payload to all; false with a Python error set.
+bool share_payloads(const OpenFastPath& path, const char* name, std::string_view own, Payloads& shared) {
+    try {
+        run(path, own.size(), [&](Context& context, const Deadline& deadline) {
+            shared = share(context, name, own, deadline);
+        });
+        return true;
+    } catch (...) {
+        const nb::object text = nb::steal(PyUnicode_FromString(name));
+        raise_for(path, "share", nb::none(), nb::none(), {{"name", text.ptr()}});
+        return false;
+    }
+}
+
+PyObject* as_list(const Payloads& payloads) {
+    PyObject* list = PyList_New(static_cast<Py_ssize_t>(payloads.size()));
+    if (list == nullptr) return nullptr;
+    for (std::size_t r = 0; r < payloads.size(); ++r) {
+        PyObject* bytes = PyBytes_FromStringAndSize(payloads[r].data(), static_cast<Py_ssize_t>(payloads[r].size()));
+        if (bytes == nullptr) {
+            Py_DECREF(list);
+            return nullptr;
+        }
+        PyList_SET_ITEM(list, static_cast<Py_ssize_t>(r), bytes);
+    }
+    return list;
+}
+
+// The payload of all_gather_uneven and gather: `_SIZE` of collectives/all_gather.py.
+struct SizePayload {
+    std::int64_t size;  // along the dim
+    std::int64_t dim;
+    std::int64_t num_dims;
+    std::int64_t is_on_gpu;
+
+    [[nodiscard]] std::string_view bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }
+};
+static_assert(sizeof(SizePayload) == 32);
+
+// Every rank's number of rows; empty unless the ranks' payloads fit together.
+std::vector<std::size_t> rows_in(const Payloads& payloads, const SizePayload& own) {
+    std::vector<std::size_t> rows;
+    for (const std::string& payload : payloads) {
+        SizePayload theirs;
+        if (payload.size() != sizeof theirs) return {};
+        std::memcpy(&theirs, payload.data(), sizeof theirs);
+        if (theirs.dim != own.dim || theirs.num_dims != own.num_dims || theirs.is_on_gpu != own.is_on_gpu) return {};
+        if (theirs.size < 0 || theirs.size > most_elements) return {};
+        rows.push_back(static_cast<std::size_t>(theirs.size));
+    }
+    return rows;
+}
+
+// Whether `out` has the shape of `rows` rows of `part`, and the same dtype.
+bool fits_rows(const TensorView& out, const TensorView& part, std::size_t rows) {
+    return out.dtype == part.dtype && out.shape.size() == part.shape.size() &&
+           out.shape[0] == static_cast<std::int64_t>(rows) &&
+           std::equal(out.shape.begin() + 1, out.shape.end(), part.shape.begin() + 1);
+}
+
+std::size_t row_elements(std::span<const std::int64_t> shape) {
+    return static_cast<std::size_t>(
+        std::accumulate(shape.begin() + 1, shape.end(), std::int64_t{1}, std::multiplies<>()));
+}
+
+// all_gather_uneven, and gather to `root`; -1 is none.
+PyObject* concatenate(const OpenFastPath& path, const char* name, nb::handle tensor, nb::handle out, int root) {
+    const bool has_result = root < 0 || root == path.communicator->rank();
+    const auto part = view_tensor(tensor.ptr());
+    if (!part || part->shape.empty()) Py_RETURN_NONE;
+    if (!out.is_none()) {  // what the general path refuses before ranks share their sizes
+        const auto target = view_tensor(out.ptr());
+        if (!has_result || !target || target->dtype != part->dtype) Py_RETURN_NONE;
+    }
+    const Rest rest(path);
+    const SizePayload own{part->shape[0], 0, static_cast<std::int64_t>(part->shape.size()), 0};
+    Payloads payloads;
+    if (!share_payloads(path, name, own.bytes(), payloads)) return nullptr;
+    const std::vector<std::size_t> rows = rows_in(payloads, own);
+    if (rows.empty()) return as_list(payloads);
+    const std::size_t total = std::accumulate(rows.begin(), rows.end(), std::size_t{0});
+    nb::object result = has_result ? result_of(out, tensor, Shape::rows, total) : result_of(out, tensor, Shape::nothing);
+    if (!result.is_valid()) {  // too large for this rank's memory: the general path raises it
+        PyErr_Clear();
+        return as_list(payloads);
+    }
+    const auto pair = view_pair(tensor, result);
+    if (!pair || (has_result && (!fits_rows(pair->out, pair->source, total) || overlap(*pair))))
+        return as_list(payloads);
+    std::vector<std::size_t> counts = rows;
+    for (std::size_t& count : counts) count *= row_elements(pair->source.shape);
+    const nb::object dim = nb::int_(0), root_number = nb::int_(root);
+    const auto go_with = [&](const auto& collective) {
+        return run_fast(rest.path(), root < 0 ? "all_gather" : "gather", tensor, result,
+                        {root < 0 ? Fact{"dim", dim.ptr()} : Fact{"root", root_number.ptr()}},
+                        [&](nb::handle, const auto& go) {
+                            go(size_of_pair(*pair), collective);
+                            return true;
+                        });
+    };
+    if (root < 0)
+        return go_with([&](Context& context, const Deadline& deadline) {
+            all_gather(context, pair->out.data, pair->source.data, counts, pair->source.dtype, 0, deadline);
+        });
+    return go_with([&](Context& context, const Deadline& deadline) {
+        gather(context, pair->out.data, pair->source.data, counts, pair->source.dtype, root, deadline);
+    });
+}
+
+PyObject* fast_all_gather_uneven(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 5 || index_of(arguments[1]) != 0) Py_RETURN_NONE;
+    const auto path = find_fast_path(arguments[2], arguments[4]);
+    if (!path) Py_RETURN_NONE;
+    return concatenate(*path, "all_gather_uneven", arguments[0], arguments[3], -1);
+}
+
+PyObject* fast_gather(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 6 || index_of(arguments[2]) != 0) Py_RETURN_NONE;
+    const auto path = find_fast_path(arguments[3], arguments[5]);
+    const int root = index_of(arguments[1]);
+    if (!path || root < 0 || root >= path->communicator->num_ranks()) Py_RETURN_NONE;
+    return concatenate(*path, "gather", arguments[0], arguments[4], root);
+}
+
+// The payload of a scatter: `_SCATTER_CALL` of collectives/gather.py, and on the root `_SCATTER_HEAD`.
+constexpr std::size_t most_dims = 12;
+
+#pragma pack(push, 1)
+struct ScatterHead {
+    std::int32_t dim = 0;
+    std::int32_t root = 0;
+    std::uint8_t dtype = 0;  // as in `DType`
+    std::uint8_t records_history = 0;
+    std::uint8_t is_on_gpu = 0;
+    std::uint8_t num_dims = 0;
+    std::array<std::int64_t, most_dims> shape = {};
+};
+#pragma pack(pop)
+static_assert(sizeof(ScatterHead) == 108);
+constexpr std::size_t scatter_call_bytes = 8;  // of the head: what every rank sends
+
+// The root's head, if all ranks' payloads are those of plain calls with dim 0 that fit together.
+std::optional<ScatterHead> scatter_in(const Payloads& payloads, int root) {
+    for (std::size_t r = 0; r < payloads.size(); ++r) {
+        const bool is_root = r == static_cast<std::size_t>(root);
+        if (payloads[r].size() != (is_root ? sizeof(ScatterHead) : scatter_call_bytes)) return std::nullopt;
+        std::array<std::int32_t, 2> call;
+        std::memcpy(&call, payloads[r].data(), sizeof call);
+        if (call[0] != 0 || call[1] != root) return std::nullopt;
+    }
+    ScatterHead head;
+    std::memcpy(&head, payloads[static_cast<std::size_t>(root)].data(), sizeof head);
+    if (head.num_dims < 1 || head.num_dims > most_dims || head.dtype >= num_dtypes) return std::nullopt;
+    if (head.records_history != 0 || head.is_on_gpu != 0) return std::nullopt;
+    const auto shape = head.shape;  // aligned
+    if (!std::ranges::all_of(shape, [](std::int64_t size) { return size >= 0 && size <= most_elements; }))
+        return std::nullopt;
+    return head;
+}
+
+PyObject* fast_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 6 || index_of(arguments[2]) != 0) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0], out = arguments[4];
+    const auto path = find_fast_path(arguments[3], arguments[5]);
+    const int root = index_of(arguments[1]);
+    if (!path || root < 0 || root >= path->communicator->num_ranks()) Py_RETURN_NONE;
+    const std::size_t ranks = path->num_ranks();
+    const auto own_rank = static_cast<std::size_t>(path->communicator->rank());
+    const bool is_root = own_rank == static_cast<std::size_t>(root);
+    // The rows of rank r's part, as `compute_shard_sizes` divides them.
+    const auto rows_of = [&](std::int64_t total, std::size_t r) {
+        return (static_cast<std::size_t>(total) + ranks - 1 - r) / ranks;
+    };
+    ScatterHead head;
+    head.root = root;
+    std::optional<TensorView> whole;
+    const auto target = out.is_none() ? std::nullopt : view_tensor(out.ptr());
+    if (!out.is_none() && !target) Py_RETURN_NONE;
+    if (is_root) {
+        whole = view_tensor(tensor.ptr());
+        if (!whole || whole->shape.empty() || whole->shape.size() > most_dims) Py_RETURN_NONE;
+        if (target && (!fits_rows(*target, *whole, rows_of(whole->shape[0], own_rank)) || overlap({*whole, *target})))
+            Py_RETURN_NONE;
+        head.dtype = static_cast<std::uint8_t>(whole->dtype);
+        head.num_dims = static_cast<std::uint8_t>(whole->shape.size());
+        std::array<std::int64_t, most_dims> shape{};
+        std::ranges::copy(whole->shape, shape.begin());
+        head.shape = shape;
+    } else if (!tensor.is_none()) {
+        Py_RETURN_NONE;
+    }
+    const Rest rest(*path);
+    Payloads payloads;
+    const std::string_view own(reinterpret_cast<const char*>(&head), is_root ? sizeof head : scatter_call_bytes);
+    if (!share_payloads(*path, "scatter", own, payloads)) return nullptr;
+    const auto found = scatter_in(payloads, root);
+    if (!found) return as_list(payloads);
+    const auto all_sizes = found->shape;  // aligned
+    const std::span<const std::int64_t> shape(all_sizes.data(), found->num_dims);
+    const std::size_t own_rows = rows_of(shape[0], own_rank);
+    nb::object result = nb::borrow(out);
+    if (out.is_none())
+        result = is_root ? result_of(out, tensor, Shape::rows, own_rows) : new_tensor(found->dtype, shape, own_rows);
+    if (!result.is_valid()) {
+        PyErr_Clear();
+        return as_list(payloads);
+    }
+    const auto part = view_tensor(result.ptr());
+    const TensorView described{.data = nullptr, .count = 0, .dtype = static_cast<DType>(found->dtype), .shape = shape};
+    if (!part || !fits_rows(*part, described, own_rows)) return as_list(payloads);
+    std::vector<std::size_t> counts(ranks);
+    for (std::size_t r = 0; r < ranks; ++r) counts[r] = rows_of(shape[0], r) * row_elements(shape);
+    const nb::object root_number = nb::int_(root);
+    return run_fast(rest.path(), "scatter", is_root ? tensor : nb::handle(nb::none()), result, {{"root", root_number.ptr()}},
+                    [&](nb::handle, const auto& go) {
+                        go(std::max(part->count, whole ? whole->count : 0) * size_of(part->dtype),
+                           [&](Context& context, const Deadline& deadline) {
+                               scatter(context, part->data, whole ? whole->data : nullptr, counts, part->dtype, root,
+                                       deadline);
+                           });
+                        return true;
+                    });
+}
+
+}  // namespace
+
+PyMethodDef sized_functions[] = {
+    fast_method("fast_all_gather_uneven", fast_all_gather_uneven),
+    fast_method("fast_gather", fast_gather),
+    fast_method("fast_scatter", fast_scatter),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace ferrodist

@@ -1,0 +1,181 @@
+// Plain calls of collectives: whether tensors and arguments are such that the engine can take them as they are, and what
+// it is to run then. The same for blocking and for started calls.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/fresh_memory.h"
+#include "bindings/tensor.h"
+#include "collectives/data_movement.h"
+#include "collectives/reductions.h"
+#include "engine/communicator.h"
+
+namespace ferrodist {
+
+namespace nb = nanobind;
+
+inline bool has_no_factor(int op) {
+    return op >= 0 && op < static_cast<int>(ReduceOp::premultiplied_sum);
+}
+
+struct Pair {
+    TensorView source;
+    TensorView out;
+};
+
+inline std::optional<Pair> view_pair(nb::handle tensor, nb::handle out) {
+    const auto views = view_tensors(tensor.ptr(), out.ptr());
+    if (!views || views->first.dtype != views->second.dtype) return std::nullopt;
+    return Pair{views->first, views->second};
+}
+
+inline bool overlap(const Pair& pair) {
+    const std::size_t size = size_of(pair.source.dtype);
+    return pair.source.data < pair.out.data + pair.out.count * size &&
+           pair.out.data < pair.source.data + pair.source.count * size;
+}
+
+inline std::size_t size_of_pair(const Pair& pair) {
+    return std::max(pair.source.count, pair.out.count) * size_of(pair.source.dtype);
+}
+
+// Whether the shapes are equal except for the first dim, which is `factor` times as long in `longer`.
+inline bool fits(std::span<const std::int64_t> longer, std::span<const std::int64_t> shorter, int factor) {
+    return !shorter.empty() && longer.size() == shorter.size() && longer[0] == factor * shorter[0] &&
+           std::equal(longer.begin() + 1, longer.end(), shorter.begin() + 1);
+}
+
+// Each checks whether a call is plain; if so, passes its size in bytes and the collective to `go`. The collective
+// captures addresses: the caller keeps the tensors alive.
+
+template <class Go>
+bool run_allreduce_if_plain(const std::optional<Pair>& pair, int op, const Go& go) {
+    if (!pair || !has_no_factor(op) || !std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
+    if (pair->source.data != pair->out.data && overlap(*pair)) return false;
+    const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
+    if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
+    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->source.count, reduction](
+                                Context& context, const Deadline& deadline) {
+        allreduce(context, out, source, count, reduction, deadline);
+    });
+    return true;
+}
+
+// Only the root has a result; elsewhere `out` is not used.
+template <class Go>
+bool run_reduce_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int op, int root, const Go& go) {
+    if (root < 0 || root >= self.num_ranks() || !has_no_factor(op)) return false;
+    const bool is_root = self.rank() == root;
+    const auto pair = view_pair(tensor, is_root ? out : tensor);
+    if (!pair || !std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
+    if (pair->source.data != pair->out.data && overlap(*pair)) return false;
+    const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
+    if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
+    go(size_of_pair(*pair), [out = is_root ? pair->out.data : nullptr, source = pair->source.data,
+                             count = pair->source.count, root, reduction](Context& context, const Deadline& deadline) {
+        reduce(context, out, source, count, root, reduction, deadline);
+    });
+    return true;
+}
+
+template <class Go>
+bool run_broadcast_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int root, const Go& go) {
+    const auto pair = view_pair(tensor, out);
+    if (!pair || root < 0 || root >= self.num_ranks()) return false;
+    if (!std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
+    if (pair->source.data != pair->out.data && overlap(*pair)) return false;
+    // The engine reads the root's elements where it writes the others': in `out`.
+    const bool copies = self.rank() == root && pair->source.data != pair->out.data;
+    go(size_of_pair(*pair), [out = pair->out.data, source = copies ? pair->source.data : nullptr,
+                             count = pair->out.count, dtype = pair->out.dtype, root](Context& context,
+                                                                                     const Deadline& deadline) {
+        if (source != nullptr) {
+            expect_writes(out, count * size_of(dtype));
+            copy_bytes(out, source, count * size_of(dtype));
+        }
+        broadcast(context, out, count, dtype, root, deadline);
+    });
+    return true;
+}
+
+template <class Go>
+bool run_all_gather_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
+    const auto pair = view_pair(tensor, out);
+    if (!pair || !fits(pair->out.shape, pair->source.shape, self.num_ranks()) || overlap(*pair)) return false;
+    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->source.count,
+                             dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
+        std::fill(context.counts.begin(), context.counts.end(), count);
+        all_gather(context, out, source, context.counts, dtype, 0, deadline);
+    });
+    return true;
+}
+
+template <class Go>
+bool run_reduce_scatter_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int op, const Go& go) {
+    const auto pair = view_pair(tensor, out);
+    if (!pair || !has_no_factor(op) || !fits(pair->source.shape, pair->out.shape, self.num_ranks()) || overlap(*pair))
+        return false;
+    const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
+    if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
+    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->out.count, reduction](
+                                Context& context, const Deadline& deadline) {
+        std::fill(context.counts.begin(), context.counts.end(), count);
+        reduce_scatter(context, out, source, context.counts, 0, reduction, deadline);
+    });
+    return true;
+}
+
+template <class Go>
+bool run_all_to_all_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
+    const auto pair = view_pair(tensor, out);
+    const auto ranks = static_cast<std::size_t>(self.num_ranks());
+    if (!pair || !fits(pair->out.shape, pair->source.shape, 1) || overlap(*pair)) return false;
+    if (static_cast<std::size_t>(pair->source.shape[0]) % ranks != 0) return false;
+    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, part = pair->source.count / ranks,
+                             dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
+        std::fill(context.counts.begin(), context.counts.end(), part);
+        all_to_all(context, out, source, context.counts, context.counts, part, dtype, deadline);
+    });
+    return true;
+}
+
+// Rows of a tensor for each rank, and from each.
+struct Rows {
+    std::vector<std::size_t> sent;
+    std::vector<std::size_t> received;
+};
+
+template <class Go>
+bool run_uneven_all_to_all_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, const Rows& rows,
+                                    const Go& go) {
+    const auto pair = view_pair(tensor, out);
+    if (!pair || overlap(*pair) || pair->source.shape.empty() || pair->out.shape.empty()) return false;
+    const auto row_shape = pair->source.shape.subspan(1);
+    if (!std::ranges::equal(row_shape, pair->out.shape.subspan(1))) return false;
+    const auto total = [](const std::vector<std::size_t>& counts) {
+        return static_cast<std::int64_t>(std::accumulate(counts.begin(), counts.end(), std::size_t{0}));
+    };
+    const auto own = static_cast<std::size_t>(self.rank());
+    if (total(rows.sent) != pair->source.shape[0] || total(rows.received) != pair->out.shape[0]) return false;
+    if (rows.sent[own] != rows.received[own]) return false;
+    const auto unit = static_cast<std::size_t>(
+        std::accumulate(row_shape.begin(), row_shape.end(), std::int64_t{1}, std::multiplies<>()));
+    Rows counts = rows;
+    for (auto* each : {&counts.sent, &counts.received})
+        for (std::size_t& count : *each) count *= unit;
+    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, counts = std::move(counts), unit,
+                             dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
+        all_to_all(context, out, source, counts.sent, counts.received, unit, dtype, deadline);
+    });
+    return true;
+}
+
+}  // namespace ferrodist
