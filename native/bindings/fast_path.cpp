@@ -2,10 +2,12 @@
 
 #include <nanobind/stl/unique_ptr.h>
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <numeric>
 #include <utility>
+#include <vector>
 
 #include "bindings/fast_call.h"
 #include "bindings/fast_sized.h"
@@ -56,12 +58,11 @@ PyObject* fast_reduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (!path) Py_RETURN_NONE;
     const bool is_root = index_of(root) == path->communicator->rank();
     if (!is_root && !out.is_none()) Py_RETURN_NONE;  // the general path refuses it
-    return run_fast(*path, "reduce", tensor,
-                    is_root ? result_of(out, tensor, Shape::same) : result_of(out, tensor, Shape::nothing),
-                    {{"op", op.ptr()}, {"root", root.ptr()}}, [&](nb::handle result, const auto& go) {
-                        return run_reduce_if_plain(*path->communicator, tensor, result, number_of(op), index_of(root),
-                                                   go);
-                    });
+    return run_fast(
+        *path, "reduce", tensor, is_root ? result_of(out, tensor, Shape::same) : result_of(out, tensor, Shape::nothing),
+        {{"op", op.ptr()}, {"root", root.ptr()}}, [&](nb::handle result, const auto& go) {
+            return run_reduce_if_plain(*path->communicator, tensor, result, number_of(op), index_of(root), go);
+        });
 }
 
 PyObject* fast_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -119,10 +120,58 @@ PyObject* fast_all_to_all_single_uneven(PyObject*, PyObject* const* arguments, P
     if (rows.sent.empty() || rows.received.empty()) Py_RETURN_NONE;
     const std::size_t total = std::accumulate(rows.received.begin(), rows.received.end(), std::size_t{0});
     return run_fast(*path, "all_to_all", tensor, result_of(out, tensor, Shape::rows, total),
-                    {{"sent_rows", arguments[1]}},
-                    [&](nb::handle result, const auto& go) {
+                    {{"sent_rows", arguments[1]}}, [&](nb::handle result, const auto& go) {
                         return run_uneven_all_to_all_if_plain(*path->communicator, tensor, result, rows, go);
                     });
+}
+
+// The tensors of a list or tuple with one for each rank; empty if the general path is to check them.
+std::vector<nb::object> tensors_of(nb::handle list, const OpenFastPath& path) {
+    if (!PyList_CheckExact(list.ptr()) && !PyTuple_CheckExact(list.ptr())) return {};
+    if (PySequence_Fast_GET_SIZE(list.ptr()) != path.communicator->num_ranks()) return {};
+    std::vector<nb::object> tensors;
+    for (std::size_t r = 0; r < path.num_ranks(); ++r)
+        tensors.push_back(nb::borrow(PySequence_Fast_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(r))));
+    return tensors;
+}
+
+// Of a list of tensors; returns a list.
+PyObject* fast_all_to_all_list(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 4) Py_RETURN_NONE;
+    const auto path = find_fast_path(arguments[1], arguments[3]);
+    if (!path) Py_RETURN_NONE;
+    const std::vector<nb::object> tensors = tensors_of(arguments[0], *path);
+    if (tensors.empty()) Py_RETURN_NONE;
+    std::vector<nb::object> outs;
+    if (arguments[2] == Py_None) {
+        for (const nb::object& tensor : tensors) {
+            outs.push_back(result_of(nb::none(), tensor, Shape::same));
+            if (!outs.back().is_valid()) return nullptr;
+        }
+    } else {
+        outs = tensors_of(arguments[2], *path);
+        if (outs.empty()) Py_RETURN_NONE;
+    }
+    const auto parts = view_parts(tensors, outs);
+    if (!parts) Py_RETURN_NONE;
+    try {
+        run(*path, parts->part * path->num_ranks() * size_of(parts->dtype),
+            [&](Context& context, const Deadline& deadline) {
+                std::fill(context.counts.begin(), context.counts.end(), parts->part);
+                all_to_all(context, parts->outs, parts->sources, context.counts, context.counts, parts->part,
+                           parts->dtype, deadline);
+            });
+    } catch (...) {
+        const nb::object one = nb::make_tuple(1);  // the first tensor is one part
+        raise_for(*path, "all_to_all", tensors[0], outs[0], {{"sent_rows", one.ptr()}});
+        return nullptr;
+    }
+    nb::list results;
+    for (const nb::object& out : outs) {
+        if (!mark_written(out.ptr())) return nullptr;
+        results.append(out);
+    }
+    return results.release().ptr();
 }
 
 // Returns whether it was done.
@@ -146,6 +195,7 @@ PyMethodDef fast_functions[] = {
     fast_method("fast_all_gather", fast_all_gather),
     fast_method("fast_reduce_scatter", fast_reduce_scatter),
     fast_method("fast_all_to_all", fast_all_to_all),
+    fast_method("fast_all_to_all_list", fast_all_to_all_list),
     fast_method("fast_all_to_all_single_uneven", fast_all_to_all_single_uneven),
     {"fast_barrier", fast_barrier, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -205,10 +255,8 @@ std::unique_ptr<Started> start(Communicator& self, nb::handle tensor, nb::handle
 void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
     for (PyMethodDef* functions : {fast_functions, sized_functions})
         if (PyModule_AddFunctions(m.ptr(), functions) < 0) throw nb::python_error();
-    m.def(
-        "load_fast_paths",
-        &set_lookup, "collector"_a, "local_group"_a, "process"_a, "makers"_a, "make_tensor"_a,
-        "Set where the fast paths find the default group, and the functions that make their results.");
+    m.def("load_fast_paths", &set_lookup, "collector"_a, "local_group"_a, "process"_a, "makers"_a, "make_tensor"_a,
+          "Set where the fast paths find the default group, and the functions that make their results.");
     nb::class_<Started>(m, "Started", "A started collective.")
         .def("is_done", &Started::is_done)
         .def("wait", &Started::wait, "timeout"_a, "Block until it has ended; False after `timeout` seconds.");

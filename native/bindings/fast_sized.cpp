@@ -48,9 +48,8 @@ private:
 // Gives every rank's payload to all; false with a Python error set.
 bool share_payloads(const OpenFastPath& path, const char* name, std::string_view own, Payloads& shared) {
     try {
-        run(path, own.size(), [&](Context& context, const Deadline& deadline) {
-            shared = share(context, name, own, deadline);
-        });
+        run(path, own.size(),
+            [&](Context& context, const Deadline& deadline) { shared = share(context, name, own, deadline); });
         return true;
     } catch (...) {
         const nb::object text = nb::steal(PyUnicode_FromString(name));
@@ -126,7 +125,7 @@ PyObject* concatenate(const OpenFastPath& path, const char* name, nb::handle ten
     const std::vector<std::size_t> rows = rows_in(payloads, own);
     if (rows.empty()) return as_list(payloads);
     const std::size_t total = std::accumulate(rows.begin(), rows.end(), std::size_t{0});
-    nb::object result = has_result ? result_of(out, tensor, Shape::rows, total) : result_of(out, tensor, Shape::nothing);
+    const nb::object result = result_of(out, tensor, has_result ? Shape::rows : Shape::nothing, total);
     if (!result.is_valid()) {  // too large for this rank's memory: the general path raises it
         PyErr_Clear();
         return as_list(payloads);
@@ -258,13 +257,13 @@ PyObject* fast_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
     std::vector<std::size_t> counts(ranks);
     for (std::size_t r = 0; r < ranks; ++r) counts[r] = rows_of(shape[0], r) * row_elements(shape);
     const nb::object root_number = nb::int_(root);
-    return run_fast(rest.path(), "scatter", is_root ? tensor : nb::handle(nb::none()), result, {{"root", root_number.ptr()}},
-                    [&](nb::handle, const auto& go) {
-                        go(std::max(part->count, whole ? whole->count : 0) * size_of(part->dtype),
-                           [&](Context& context, const Deadline& deadline) {
-                               scatter(context, part->data, whole ? whole->data : nullptr, counts, part->dtype, root,
-                                       deadline);
-                           });
+    const std::byte* const source = whole ? whole->data : nullptr;
+    const std::size_t most = std::max(part->count, whole ? whole->count : 0);
+    return run_fast(rest.path(), "scatter", is_root ? tensor : nb::handle(nb::none()), result,
+                    {{"root", root_number.ptr()}}, [&](nb::handle, const auto& go) {
+                        go(most * size_of(part->dtype), [&](Context& context, const Deadline& deadline) {
+                            scatter(context, part->data, source, counts, part->dtype, root, deadline);
+                        });
                         return true;
                     });
 }

@@ -1,5 +1,5 @@
-// Plain calls of collectives: whether tensors and arguments are such that the engine can take them as they are, and what
-// it is to run then. The same for blocking and for started calls.
+// Plain calls of collectives: whether the engine can take tensors and arguments as they are, and what it runs then. The
+// same for blocking and for started calls.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -94,15 +94,15 @@ bool run_broadcast_if_plain(const Communicator& self, nb::handle tensor, nb::han
     if (pair->source.data != pair->out.data && overlap(*pair)) return false;
     // The engine reads the root's elements where it writes the others': in `out`.
     const bool copies = self.rank() == root && pair->source.data != pair->out.data;
-    go(size_of_pair(*pair), [out = pair->out.data, source = copies ? pair->source.data : nullptr,
-                             count = pair->out.count, dtype = pair->out.dtype, root](Context& context,
-                                                                                     const Deadline& deadline) {
-        if (source != nullptr) {
-            expect_writes(out, count * size_of(dtype));
-            copy_bytes(out, source, count * size_of(dtype));
-        }
-        broadcast(context, out, count, dtype, root, deadline);
-    });
+    go(size_of_pair(*pair),
+       [out = pair->out.data, source = copies ? pair->source.data : nullptr, count = pair->out.count,
+        dtype = pair->out.dtype, root](Context& context, const Deadline& deadline) {
+           if (source != nullptr) {
+               expect_writes(out, count * size_of(dtype));
+               copy_bytes(out, source, count * size_of(dtype));
+           }
+           broadcast(context, out, count, dtype, root, deadline);
+       });
     return true;
 }
 
@@ -145,6 +145,47 @@ bool run_all_to_all_if_plain(const Communicator& self, nb::handle tensor, nb::ha
         all_to_all(context, out, source, context.counts, context.counts, part, dtype, deadline);
     });
     return true;
+}
+
+// The parts of a call with one tensor for each rank.
+struct PartViews {
+    std::vector<const std::byte*> sources;
+    std::vector<std::byte*> outs;
+    std::size_t part = 0;  // elements of each
+    DType dtype{};
+};
+
+// The parts of an all_to_all of lists; nothing unless all are plain and alike, and no output overlaps another tensor.
+inline std::optional<PartViews> view_parts(std::span<const nb::object> tensors, std::span<const nb::object> outs) {
+    const auto first = view_tensor(tensors[0].ptr());
+    if (!first) return std::nullopt;
+    PartViews parts;
+    parts.part = first->count;
+    parts.dtype = first->dtype;
+    std::vector<std::pair<const std::byte*, bool>> starts;  // and whether it is an output
+    for (const bool is_out : {false, true}) {
+        for (const nb::object& tensor : is_out ? outs : tensors) {
+            const auto view = view_tensor(tensor.ptr());
+            if (!view || view->dtype != first->dtype || !std::ranges::equal(view->shape, first->shape))
+                return std::nullopt;
+            if (is_out)
+                parts.outs.push_back(view->data);
+            else
+                parts.sources.push_back(view->data);
+            starts.emplace_back(view->data, is_out);
+        }
+    }
+    // In the order of addresses each needs to begin after the last output before it, an output after any tensor.
+    std::ranges::sort(starts);
+    const std::size_t size = first->count * size_of(first->dtype);
+    const std::byte* end_of_any = nullptr;
+    const std::byte* end_of_outs = nullptr;
+    for (const auto& [start, is_out] : starts) {
+        if (size != 0 && start < (is_out ? end_of_any : end_of_outs)) return std::nullopt;
+        end_of_any = start + size;
+        if (is_out) end_of_outs = start + size;
+    }
+    return parts;
 }
 
 // Rows of a tensor for each rank, and from each.

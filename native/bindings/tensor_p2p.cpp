@@ -92,6 +92,8 @@ struct TensorP2P {
 struct Unfinished {
     double seconds = 0.0;                // elapsed time
     nb::object payload_id = nb::none();  // of a send: the payload's id, if the header was sent and the payload was not
+    bool is_sent = false;                // of an exchange: all was sent
+    nb::object received = nb::none();    // of an exchange: the result of its receive, if that is done
     nb::object message = nb::none();     // of a receive: the first message, if it has arrived and is not used up
     int source = any_source;             // and the rank that sent it
     nb::object interruption = nb::none();  // the exception of a signal handler
@@ -161,41 +163,65 @@ bool recv_message(const TensorP2P& self, Receive& receive, const Deadline& deadl
     return receive.outcome == Outcome::done;
 }
 
-// `fd.send`. A payload gets the next of `payload_ids`. Returns None on success.
+// The messages of a tensor to send: the first, and the payload's id unless the elements are in the first.
+struct Outgoing {
+    int dst_rank = 0;  // the engine's
+    Tag tag;
+    TensorView view;
+    std::size_t size = 0;  // of the elements, in bytes
+    std::uint64_t payload_number = 0;
+    nb::object payload_id = nb::none();
+    std::size_t first_size = 0;
+    FirstMessage first;
+
+    [[nodiscard]] bool is_inline() const { return payload_id.is_none(); }
+
+    // False if the general path is to check the arguments. A payload gets the next of `payload_ids`.
+    bool write(const TensorP2P& self, nb::handle tensor, nb::handle dst, nb::handle tag_number,
+               nb::handle payload_ids) {
+        const auto peer = self.peer(dst, false);
+        const auto user_tag = plain_uint(tag_number);
+        if (!self.is_usable() || !peer || !user_tag || *user_tag >> number_bits != 0) return false;
+        const auto found = view_tensor(tensor.ptr());
+        if (!found || found->shape.size() > max_dims) return false;
+        view = *found;
+        size = view.count * size_of(view.dtype);
+        dst_rank = self.engine_rank(*peer);
+        tag = self.tag(tensor_channel, *user_tag);
+        if (size > (self.engine->shares_memory_with(dst_rank) ? local_inline_limit : inline_limit)) {
+            payload_id = nb::steal(PyIter_Next(payload_ids.ptr()));
+            payload_number = nb::cast<std::uint64_t>(payload_id);
+        }
+        TensorHeader header{.payload_id = payload_number,
+                            .dtype = static_cast<std::uint8_t>(view.dtype),
+                            .num_dims = static_cast<std::uint8_t>(view.shape.size()),
+                            .shape = {}};
+        std::array<std::int64_t, max_dims> shape{};
+        std::ranges::copy(view.shape, shape.begin());
+        header.shape = shape;
+        std::memcpy(first.bytes, &header, sizeof(header));
+        if (is_inline() && size != 0) std::memcpy(first.elements(), view.data, size);
+        first_size = sizeof(header) + (is_inline() ? size : 0);
+        return true;
+    }
+};
+
+// `fd.send`. Returns None on success.
 nb::object send(const TensorP2P& self, nb::handle tensor, nb::handle dst, nb::handle tag, nb::handle timeout,
                 nb::handle payload_ids) {
-    const auto peer = self.peer(dst, false);
-    const auto user_tag = plain_uint(tag);
     const auto limit = seconds_of(timeout);
-    if (!self.is_usable() || !peer || !user_tag || *user_tag >> number_bits != 0 || !limit) return not_started();
-    const auto view = view_tensor(tensor.ptr());
-    if (!view || view->shape.size() > max_dims) return not_started();
-
-    const std::size_t size = view->count * size_of(view->dtype);
-    const int dst_rank = self.engine_rank(*peer);
-    const bool is_inline = size <= (self.engine->shares_memory_with(dst_rank) ? local_inline_limit : inline_limit);
-    const nb::object payload_id = is_inline ? nb::none() : nb::steal(PyIter_Next(payload_ids.ptr()));
-    TensorHeader header{.payload_id = is_inline ? 0 : nb::cast<std::uint64_t>(payload_id),
-                        .dtype = static_cast<std::uint8_t>(view->dtype),
-                        .num_dims = static_cast<std::uint8_t>(view->shape.size()),
-                        .shape = {}};
-    std::array<std::int64_t, max_dims> shape{};
-    std::ranges::copy(view->shape, shape.begin());
-    header.shape = shape;
-    FirstMessage message;
-    std::memcpy(message.bytes, &header, sizeof(header));
-    if (is_inline && size != 0) std::memcpy(message.elements(), view->data, size);
-
+    Outgoing outgoing;
+    if (!limit || !outgoing.write(self, tensor, dst, tag, payload_ids)) return not_started();
     const Deadline deadline(*limit);
     std::exception_ptr interruption;
-    if (!send_message(self, message.bytes, sizeof(header) + (is_inline ? size : 0), dst_rank,
-                      self.tag(tensor_channel, *user_tag), deadline, interruption))
+    if (!send_message(self, outgoing.first.bytes, outgoing.first_size, outgoing.dst_rank, outgoing.tag, deadline,
+                      interruption))
         return unfinished(deadline, interruption);
-    if (!is_inline &&
-        (interruption || !send_message(self, view->data, size, dst_rank, self.tag(payload_channel, header.payload_id),
-                                       deadline, interruption))) {
+    if (!outgoing.is_inline() &&
+        (interruption || !send_message(self, outgoing.view.data, outgoing.size, outgoing.dst_rank,
+                                       self.tag(payload_channel, outgoing.payload_number), deadline, interruption))) {
         Unfinished progress;
-        progress.payload_id = payload_id;
+        progress.payload_id = outgoing.payload_id;
         return unfinished(deadline, interruption, std::move(progress));
     }
     return interruption ? unfinished(deadline, interruption) : nb::none();
@@ -226,14 +252,12 @@ struct Target {
 
 // Receives a tensor into the one that `target_of` returns for its header. `result_of` makes the result.
 template <class TargetOf, class ResultOf>
-nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, nb::handle timeout, const TargetOf& target_of,
-                   const ResultOf& result_of) {
+nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, const Deadline& deadline,
+                   const TargetOf& target_of, const ResultOf& result_of) {
     const auto peer = self.peer(src, true);
     const auto user_tag = plain_uint(tag);
-    const auto limit = seconds_of(timeout);
-    if (!self.is_usable() || !peer || !user_tag || *user_tag >> number_bits != 0 || !limit) return not_started();
+    if (!self.is_usable() || !peer || !user_tag || *user_tag >> number_bits != 0) return not_started();
 
-    const Deadline deadline(*limit);
     std::exception_ptr interruption;
     FirstMessage message;
     Receive first(message.bytes, sizeof(message), self.engine_rank(*peer), self.tag(tensor_channel, *user_tag));
@@ -270,16 +294,18 @@ nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, nb::ha
 // `fd.recv_into`; returns the rank that sent the tensor on success.
 nb::object receive_into(const TensorP2P& self, nb::handle tensor, nb::handle src, nb::handle tag, nb::handle timeout) {
     const auto view = view_tensor(tensor.ptr());
-    if (!view) return not_started();
+    const auto limit = seconds_of(timeout);
+    if (!view || !limit) return not_started();
     return receive(
-        self, src, tag, timeout,
+        self, src, tag, Deadline(*limit),
         [&](const TensorHeader&, std::exception_ptr&) { return Target{nb::borrow(tensor), view}; },
         [](const nb::object&, int source) { return nb::object(nb::int_(source)); });
 }
 
 // `fd.recv`, into the tensor that `make(dtype, shape)` returns, with the dtype as a number; it returns None for a
 // tensor that must not be received. Returns the tensor and the rank that sent it on success.
-nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, nb::handle timeout, nb::handle make) {
+nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, const Deadline& deadline,
+                       nb::handle make) {
     const auto target_of = [&](const TensorHeader& header, std::exception_ptr& interruption) {
         const std::array<std::int64_t, max_dims> sizes = header.shape;
         nb::object shape = nb::steal(PyTuple_New(header.num_dims));
@@ -294,8 +320,79 @@ nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, nb
             return Target{};
         }
     };
-    return receive(self, src, tag, timeout, target_of,
+    return receive(self, src, tag, deadline, target_of,
                    [](const nb::object& tensor, int source) { return nb::object(nb::make_tuple(tensor, source)); });
+}
+
+// Cancels a send of an exchange that is left before its end.
+class ExchangedSend {
+public:
+    ExchangedSend(P2PEngine& engine, const std::byte* data, std::size_t size, int dst, const Tag& tag)
+        : engine_(engine), send_(data, size, dst, tag) {}
+    ExchangedSend(const ExchangedSend&) = delete;
+    ExchangedSend& operator=(const ExchangedSend&) = delete;
+    ~ExchangedSend() { cancel(); }
+
+    // Without the GIL.
+    bool start() {
+        has_started_ = engine_.start_if_open(send_);
+        return has_started_;
+    }
+    void cancel() {
+        if (!has_started_ || send_.has_ended.load()) return;
+        const nb::gil_scoped_release released;
+        engine_.cancel(send_);
+    }
+    std::exception_ptr await(const TensorP2P& self, const Deadline& deadline) {
+        return has_started_ ? await_end(self, send_, deadline) : nullptr;
+    }
+    [[nodiscard]] bool is_done() const {
+        return has_started_ && send_.has_ended.load() && send_.outcome == Outcome::done;
+    }
+
+private:
+    P2PEngine& engine_;
+    Send send_;
+    bool has_started_ = false;
+};
+
+// `fd.sendrecv`: sends a tensor while it receives one, as `send` and `receive_new` do. What it returns when it is not
+// done has the progress of both.
+nb::object exchange(const TensorP2P& self, nb::handle tensor, nb::handle dst, nb::handle src, nb::handle tag,
+                    nb::handle timeout, nb::handle payload_ids, nb::handle make) {
+    const auto limit = seconds_of(timeout);
+    Outgoing outgoing;
+    if (!limit || !self.peer(src, true) || !outgoing.write(self, tensor, dst, tag, payload_ids)) return not_started();
+    const Deadline deadline(*limit);
+    ExchangedSend first(*self.engine, outgoing.first.bytes, outgoing.first_size, outgoing.dst_rank, outgoing.tag);
+    ExchangedSend payload(*self.engine, outgoing.view.data, outgoing.size, outgoing.dst_rank,
+                          self.tag(payload_channel, outgoing.payload_number));
+    {
+        const nb::gil_scoped_release released;
+        if (first.start() && !outgoing.is_inline()) payload.start();
+    }
+    const auto is_sent = [&] { return first.is_done() && (outgoing.is_inline() || payload.is_done()); };
+    const nb::object received = receive_new(self, src, tag, deadline, make);
+    const bool is_received = PyTuple_Check(received.ptr());
+    std::exception_ptr interruption;
+    if (is_received) {
+        interruption = first.await(self, deadline);
+        if (!interruption) interruption = payload.await(self, deadline);
+        if (is_sent() && !interruption) return received;
+    }
+    first.cancel();
+    payload.cancel();
+    self.engine->dispatch_events();
+    Unfinished progress;
+    if (is_received) {
+        progress.received = received;
+    } else {
+        if (!nb::isinstance<Unfinished>(received)) return received;
+        progress = nb::cast<Unfinished>(received);
+    }
+    progress.is_sent = is_sent();
+    if (first.is_done() && !progress.is_sent) progress.payload_id = outgoing.payload_id;
+    return is_received ? unfinished(deadline, interruption, std::move(progress)) : nb::cast(std::move(progress));
 }
 
 }  // namespace
@@ -307,6 +404,9 @@ void bind_tensor_p2p(nb::module_& m) {
         .def_ro("seconds", &Unfinished::seconds, "The elapsed time.")
         .def_ro("payload_id", &Unfinished::payload_id, nb::arg().none(),
                 "Of a send: the payload's id, if the header was sent and the payload was not; else None.")
+        .def_ro("is_sent", &Unfinished::is_sent, "Of an exchange: whether all was sent.")
+        .def_ro("received", &Unfinished::received, nb::arg().none(),
+                "Of an exchange: the result of its receive, if that is done; else None.")
         .def_ro("message", &Unfinished::message, nb::arg().none(),
                 "Of a receive: the tensor's first message, if it has arrived and is not used up; else None.")
         .def_ro("source", &Unfinished::source, "The rank that sent the message.")
@@ -321,12 +421,21 @@ void bind_tensor_p2p(nb::module_& m) {
             "Make all further calls use the general path; the caller then ends the active ones.")
         .def("can_exchange", &can_exchange, "tensor"_a.none(), "src"_a.none(),
              "Whether a `send` of the tensor followed by a receive from `src` cannot deadlock.")
+        .def("exchange", &exchange, "tensor"_a.none(), "dst"_a.none(), "src"_a.none(), "tag"_a.none(),
+             "timeout"_a.none(), "payload_ids"_a, "make"_a,
+             "The tensor received while another is sent, and the rank that sent it, or an `Unfinished`.")
         .def("send", &send, "tensor"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout"_a.none(), "payload_ids"_a,
              "None if it was sent, else an `Unfinished`.")
         .def("receive_into", &receive_into, "tensor"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(),
              "The rank that sent it, or an `Unfinished`.")
-        .def("receive_new", &receive_new, "src"_a.none(), "tag"_a.none(), "timeout"_a.none(), "make"_a,
-             "The tensor and the rank that sent it, or an `Unfinished`.");
+        .def(
+            "receive_new",
+            [](const TensorP2P& self, nb::handle src, nb::handle tag, nb::handle timeout, nb::handle make) {
+                const auto limit = seconds_of(timeout);
+                return limit ? receive_new(self, src, tag, Deadline(*limit), make) : not_started();
+            },
+            "src"_a.none(), "tag"_a.none(), "timeout"_a.none(), "make"_a,
+            "The tensor and the rank that sent it, or an `Unfinished`.");
 }
 
 }  // namespace ferrodist

@@ -19,14 +19,15 @@ public:
     // `part_bytes` is the common size of the parts, if they have one; `sent_bytes` is their sum.
     InlineParts(Context& context, std::optional<std::size_t> part_bytes, std::size_t sent_bytes)
         : context_(context),
-          sent_bytes_(sent_bytes),
-          own_{.even_size = part_bytes ? *part_bytes + 1 : 0, .is_inline = sent_bytes <= max_parts_bytes} {}
+          is_inline_(sent_bytes <= max_parts_bytes),
+          header_(part_bytes ? *part_bytes + 1 : (is_inline_ ? uneven_inline : 0)) {}
 
-    // Returns the address of the offer.
-    std::byte* write(std::byte* payload, const std::byte* source) const {
-        std::memcpy(payload, &own_, sizeof own_);
-        if (own_.is_inline != 0) copy_bytes(payload + sizeof own_, source, sent_bytes_);
-        return payload + sizeof own_ + max_parts_bytes;
+    // `copy_parts(to)` copies this rank's parts, one after the other. Returns the address of the offer.
+    template <class CopyParts>
+    std::byte* write(std::byte* payload, const CopyParts& copy_parts) const {
+        std::memcpy(payload, &header_, sizeof header_);
+        if (is_inline_) copy_parts(payload + sizeof header_);
+        return payload + sizeof header_ + max_parts_bytes;
     }
 
     // After `enter`: what holds for all ranks.
@@ -37,29 +38,29 @@ public:
     [[nodiscard]] Common common() const {
         Common common;
         for (int r = 0; r < context_.num_ranks; ++r) {
-            Header theirs;
+            std::uint64_t theirs = 0;
             std::memcpy(&theirs, context_.fabric.arrival(r).payload.data(), sizeof theirs);
-            common.is_even = common.is_even && theirs.even_size != 0 && theirs.even_size == own_.even_size;
-            common.is_inline = common.is_inline && theirs.is_inline != 0;
+            const bool is_even = theirs != 0 && theirs != uneven_inline;
+            const bool is_small =
+                is_even && (theirs - 1) * static_cast<std::size_t>(context_.num_ranks) <= max_parts_bytes;
+            common.is_even = common.is_even && is_even && theirs == header_;
+            common.is_inline = common.is_inline && (is_small || theirs == uneven_inline);
         }
         return common;
     }
 
     // The parts that rank r sends, one after the other.
     [[nodiscard]] const std::byte* of(int r) const {
-        return context_.fabric.arrival(r).payload.data() + sizeof(Header);
+        return context_.fabric.arrival(r).payload.data() + sizeof header_;
     }
 
 private:
-    struct Header {
-        std::uint64_t even_size;  // one more than the size of every part; 0 if they differ
-        std::uint64_t is_inline;
-    };
-    static constexpr std::size_t max_parts_bytes = shm::max_inline_bytes - sizeof(Header) - offer_bytes;
+    static constexpr std::size_t max_parts_bytes = shm::max_inline_bytes - sizeof(std::uint64_t) - offer_bytes;
+    static constexpr std::uint64_t uneven_inline = ~std::uint64_t{0};
 
     Context& context_;
-    std::size_t sent_bytes_;
-    Header own_;
+    bool is_inline_;
+    std::uint64_t header_;  // one more than the size of every part; if they differ, `uneven_inline` or 0
 };
 
 // Checks all ranks' announced send counts against what this rank expects. Returns the largest part that goes to another
@@ -79,16 +80,15 @@ std::size_t compare_counts(const Context& context, std::span<const std::size_t> 
     return largest;
 }
 
-}  // namespace
-
-void all_to_all(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> send_counts,
-                std::span<const std::size_t> receive_counts, std::size_t unit, DType dtype, const Deadline& deadline) {
+// `whole` is the memory of all sources, one after the other, if they and `outs` are each in one tensor; else null.
+void exchange_parts(Context& context, std::span<std::byte* const> outs, std::span<const std::byte* const> sources,
+                    const std::byte* whole, std::span<const std::size_t> send_counts,
+                    std::span<const std::size_t> receive_counts, std::size_t unit, DType dtype,
+                    const Deadline& deadline) {
     const std::size_t element_size = size_of(dtype);
     const std::size_t ranks = send_counts.size();
     std::vector<std::size_t>& sent_from = context.starts;
-    std::vector<std::size_t>& received_at = context.other_starts;
     find_starts(send_counts, sent_from);
-    find_starts(receive_counts, received_at);
     const auto own = static_cast<std::size_t>(context.rank);
     std::byte* payload = context.fabric.begin({.operation = static_cast<std::uint8_t>(Operation::all_to_all),
                                                .dtype = static_cast<std::uint8_t>(dtype),
@@ -99,7 +99,10 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     const bool is_even = std::ranges::all_of(send_counts, is_part) && std::ranges::all_of(receive_counts, is_part);
     const std::size_t sent_bytes = sent_from[ranks] * element_size;
     const InlineParts inline_parts(context, is_even ? std::optional(part * element_size) : std::nullopt, sent_bytes);
-    std::byte* const offer_at = inline_parts.write(payload, source);
+    std::byte* const offer_at = inline_parts.write(payload, [&](std::byte* to) {
+        for (std::size_t r = 0; r < ranks; ++r)
+            copy_bytes(to + sent_from[r] * element_size, sources[r], send_counts[r] * element_size);
+    });
     // The sizes differ between ranks and are unknown until all have entered, so segments are as large as the slots
     // allow.
     const std::size_t segment_elements = elements_in(context.fabric.layout().slot_bytes / ranks, element_size);
@@ -112,14 +115,12 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
         for (std::size_t step = 1; step < ranks; ++step) action((own + step) % ranks);
     };
     const auto copy_own = [&] {
-        copy_bytes(out + received_at[own] * element_size, source + sent_from[own] * element_size,
-                   std::min(send_counts[own], receive_counts[own]) * element_size);
+        copy_bytes(outs[own], sources[own], std::min(send_counts[own], receive_counts[own]) * element_size);
     };
     const auto stage = [&](std::size_t k, std::byte* slot) {
         for_others([&](std::size_t r) {
             const Segmentation segmentation = pieces_of(send_counts[r]);
-            context.into_shared.copy(slot + r * room,
-                                     source + sent_from[r] * element_size + segmentation.offset_bytes(k),
+            context.into_shared.copy(slot + r * room, sources[r] + segmentation.offset_bytes(k),
                                      segmentation.size_bytes(k));
         });
     };
@@ -131,7 +132,7 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
         if (k == 0) copy_own();
         for_others([&](std::size_t r) {
             const Segmentation segmentation = pieces_of(receive_counts[r]);
-            copy_bytes(out + received_at[r] * element_size + segmentation.offset_bytes(k),
+            copy_bytes(outs[r] + segmentation.offset_bytes(k),
                        context.fabric.slot(static_cast<int>(r), number) + own * room, segmentation.size_bytes(k));
         });
     };
@@ -140,29 +141,56 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
         const auto sent = context.fabric.counts(static_cast<int>(r));
         return std::accumulate(sent.begin(), sent.begin() + context.rank, std::uint64_t{0}) * element_size;
     };
-    const auto direct = [&](const Sources& sources) {
+    const auto direct = [&](const Sources& offered) {
         for_others([&](std::size_t r) {
-            sources.copy(static_cast<int>(r), offset_at(r), out + received_at[r] * element_size,
-                         receive_counts[r] * element_size);
+            offered.copy(static_cast<int>(r), offset_at(r), outs[r], receive_counts[r] * element_size);
         });
         copy_own();
     };
-    const Offer offer = offer_source(context, Operation::all_to_all, source, sent_bytes, sent_bytes / ranks);
+    Offer offer;  // none for parts in tensors of their own: the others would have to know every part's address
+    if (whole != nullptr) offer = offer_source(context, Operation::all_to_all, whole, sent_bytes, sent_bytes / ranks);
     make_offer(context, offer_at, offer, stage, staged_for, deadline);
     context.fabric.enter(deadline);
     const InlineParts::Common common = inline_parts.common();
     const std::size_t largest = common.is_even ? part : compare_counts(context, receive_counts);
     if (common.is_inline) {
-        for (std::size_t r = 0; r < ranks; ++r)
-            copy_bytes(out + received_at[r] * element_size,
-                       inline_parts.of(static_cast<int>(r)) + (common.is_even ? sent_from[own] * element_size : offset_at(r)),
-                       receive_counts[r] * element_size);
+        for (std::size_t r = 0; r < ranks; ++r) {
+            const std::size_t offset = common.is_even ? sent_from[own] * element_size : offset_at(r);
+            copy_bytes(outs[r], inline_parts.of(static_cast<int>(r)) + offset, receive_counts[r] * element_size);
+        }
         context.fabric.count_segments(1);  // the staged segment
         return;
     }
-    expect_writes(out, received_at[ranks] * element_size);
+    if (whole != nullptr) {
+        const std::size_t received = std::accumulate(receive_counts.begin(), receive_counts.end(), std::size_t{0});
+        expect_writes(outs[0], received * element_size);
+    } else {
+        for (std::size_t r = 0; r < ranks; ++r) expect_writes(outs[r], receive_counts[r] * element_size);
+    }
     exchange_entered(context, offer_at, offer, (largest + segment_elements - 1) / segment_elements, stage, staged_for,
                      take, direct, deadline);
+}
+
+}  // namespace
+
+void all_to_all(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> send_counts,
+                std::span<const std::size_t> receive_counts, std::size_t unit, DType dtype, const Deadline& deadline) {
+    std::size_t sent = 0;
+    std::size_t received = 0;
+    for (std::size_t r = 0; r < send_counts.size(); ++r) {
+        context.inputs[r] = source + sent * size_of(dtype);
+        context.outputs[r] = out + received * size_of(dtype);
+        sent += send_counts[r];
+        received += receive_counts[r];
+    }
+    exchange_parts(context, context.outputs, context.inputs, source, send_counts, receive_counts, unit, dtype,
+                   deadline);
+}
+
+void all_to_all(Context& context, std::span<std::byte* const> outs, std::span<const std::byte* const> sources,
+                std::span<const std::size_t> send_counts, std::span<const std::size_t> receive_counts, std::size_t unit,
+                DType dtype, const Deadline& deadline) {
+    exchange_parts(context, outs, sources, nullptr, send_counts, receive_counts, unit, dtype, deadline);
 }
 
 }  // namespace ferrodist

@@ -45,6 +45,7 @@ struct Context {
 
     // Preallocated per-rank scratch arrays, so that no collective allocates.
     std::vector<const std::byte*> inputs = std::vector<const std::byte*>(static_cast<std::size_t>(num_ranks));
+    std::vector<std::byte*> outputs = std::vector<std::byte*>(static_cast<std::size_t>(num_ranks));
     std::vector<double> factors = std::vector<double>(static_cast<std::size_t>(num_ranks));
     std::vector<std::size_t> counts = std::vector<std::size_t>(static_cast<std::size_t>(num_ranks));
     std::vector<std::size_t> starts = std::vector<std::size_t>(static_cast<std::size_t>(num_ranks) + 1);

@@ -31,6 +31,11 @@ void scatter(Context& context, std::byte* out, const std::byte* source, std::spa
 void all_to_all(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> send_counts,
                 std::span<const std::size_t> receive_counts, std::size_t unit, DType dtype, const Deadline& deadline);
 
+// The same with one tensor for each part: `sources[r]` and `outs[r]`.
+void all_to_all(Context& context, std::span<std::byte* const> outs, std::span<const std::byte* const> sources,
+                std::span<const std::size_t> send_counts, std::span<const std::size_t> receive_counts, std::size_t unit,
+                DType dtype, const Deadline& deadline);
+
 // Bytes of the name of a `share` call that ranks compare.
 inline constexpr std::size_t share_name_bytes = 24;
 

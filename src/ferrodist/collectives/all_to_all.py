@@ -90,6 +90,10 @@ def all_to_all(
         result: torch.Tensor | None = compiled.fast_all_to_all(tensors, group, out, timeout)
         if result is not None:
             return result
+    else:
+        results: list[torch.Tensor] | None = compiled.fast_all_to_all_list(tensors, group, out, timeout)
+        if results is not None:
+            return results
     return execute(_all_to_all(tensors, group, out, timeout))
 
 
@@ -222,9 +226,7 @@ def all_to_all_single_uneven(
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     if is_profiling() and not is_recorded():
-        return record(
-            all_to_all_single_uneven, tensor, send_counts, recv_counts, group=group, out=out, timeout=timeout
-        )
+        return record(all_to_all_single_uneven, tensor, send_counts, recv_counts, group=group, out=out, timeout=timeout)
     result: torch.Tensor | None = compiled.fast_all_to_all_single_uneven(
         tensor, send_counts, recv_counts, group, out, timeout
     )

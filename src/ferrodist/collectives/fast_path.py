@@ -32,7 +32,7 @@ from ferrodist.collectives.work import PendingCollective, collector
 from ferrodist.deadline import before_warning, check_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
 
@@ -190,7 +190,8 @@ class Progress(NamedTuple):
 
     seconds: float = 0.0  # elapsed time
     payload_id: int | None = None  # of a send: the payload's, if the header was sent and the payload was not
-    is_sent: bool = False  # of a `sendrecv`: whether its send is done
+    is_sent: bool = False  # of a `sendrecv`: whether all was sent
+    received: tuple[torch.Tensor, int] | None = None  # of a `sendrecv`: what it has received
 
 
 NOT_STARTED = Progress()
@@ -241,16 +242,8 @@ def fast_recv(
     if messages is None or not _is_plain_description(shape, dtype) or unclaimed_tensors(chosen).may_contain(tag):
         return NOT_STARTED
 
-    def make(dtype_index: int, sizes: tuple[int, ...]) -> torch.Tensor | None:
-        found = DTYPES[dtype_index]
-        if (shape is not None and sizes != tuple(shape)) or (dtype is not None and found is not dtype):
-            return None
-        try:
-            return torch.empty(sizes, dtype=found, device="cpu")
-        except Exception:  # the general path raises it
-            return None
-
-    result = messages.receive_new(src, tag, before_warning(chosen.timeout if timeout is None else timeout), make)
+    limit = before_warning(chosen.timeout if timeout is None else timeout)
+    result = messages.receive_new(src, tag, limit, _maker(shape, dtype))
     return result if type(result) is tuple else _unfinished(chosen, tag, result)
 
 
@@ -264,18 +257,43 @@ def fast_sendrecv(
     group: Backend | None,
     timeout: float | None,
 ) -> tuple[torch.Tensor, int] | Progress:
-    """`sendrecv` of a small tensor; the other tensor and the rank that sent it when it is done."""
+    """`sendrecv`; the other tensor and the rank that sent it when it is done."""
     chosen, messages = _message_path_of(group)
-    if messages is None or not messages.can_exchange(tensor, src) or not _is_plain_description(shape, None):
+    if messages is None or not isinstance(tensor, torch.Tensor) or not _is_plain_description(shape, None):
         return NOT_STARTED
-    started = time.monotonic()
-    rest = fast_send(tensor, dst, tag, chosen, timeout)
-    if rest is not None:
-        return rest
     limit = chosen.timeout if timeout is None else timeout
-    left = max(0.0, limit - (time.monotonic() - started))
-    result = fast_recv(shape, tensor.dtype, src, tag=tag, group=chosen, timeout=left)
-    return Progress(time.monotonic() - started, is_sent=True) if isinstance(result, Progress) else result
+    if messages.can_exchange(tensor, src):
+        started = time.monotonic()
+        rest = fast_send(tensor, dst, tag, chosen, timeout)
+        if rest is not None:
+            return rest
+        left = max(0.0, limit - (time.monotonic() - started))
+        result = fast_recv(shape, tensor.dtype, src, tag=tag, group=chosen, timeout=left)
+        return Progress(time.monotonic() - started, is_sent=True) if isinstance(result, Progress) else result
+    if unclaimed_tensors(chosen).may_contain(tag):
+        return NOT_STARTED
+    make = _maker(shape, tensor.dtype)
+    result = messages.exchange(tensor, dst, src, tag, before_warning(limit), payload_ids(chosen), make)
+    if type(result) is tuple:
+        return result
+    if result.interruption is not None and result.payload_id is not None:
+        cancel_payload(chosen, dst, result.payload_id)
+    return _unfinished(chosen, tag, result)
+
+
+def _maker(shape: Sequence[int] | None, dtype: torch.dtype | None) -> Callable[[int, tuple[int, ...]], Any]:
+    """Make the function that makes the tensor to receive into, for what a sender says of its own."""
+
+    def make(dtype_index: int, sizes: tuple[int, ...]) -> torch.Tensor | None:
+        found = DTYPES[dtype_index]
+        if (shape is not None and sizes != tuple(shape)) or (dtype is not None and found is not dtype):
+            return None
+        try:
+            return torch.empty(sizes, dtype=found, device="cpu")
+        except Exception:  # the general path raises it
+            return None
+
+    return make
 
 
 def _message_path_of(group: Backend | None) -> tuple[Any, Any]:
@@ -291,7 +309,7 @@ def _unfinished(group: Backend, tag: int, rest: Any) -> Progress:
         unclaimed_tensors(group).keep(channel_tag(Channel.TENSOR, tag), rest.source, rest.message)
     if rest.interruption is not None:
         raise rest.interruption
-    return Progress(rest.seconds)
+    return Progress(rest.seconds, rest.payload_id, rest.is_sent, rest.received)
 
 
 def _is_plain_description(shape: Sequence[int] | None, dtype: torch.dtype | None) -> bool:

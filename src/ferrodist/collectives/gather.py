@@ -191,26 +191,8 @@ def scatter(
     src, dim = check_root(chosen, src, "src"), check_int("dim", dim)
     if not -_MAX_SCATTER_DIMS <= dim < _MAX_SCATTER_DIMS:
         raise IndexError(f"dim {dim} is not a dim of a tensor that scatter takes: it has at most {_MAX_SCATTER_DIMS}")
-    payload = _SCATTER_CALL.pack(dim, src)
     check_out(out)
-    if chosen.rank == src:
-        if tensor is None:
-            raise ValueError(f"rank {src} scatters: pass the tensor there")
-        check_tensor(tensor)
-        dim = check_dim(tensor, dim)
-        if tensor.dim() > _MAX_SCATTER_DIMS:
-            raise ValueError(
-                f"scatter takes tensors of at most {_MAX_SCATTER_DIMS} dims, not {tensor.dim()}: reshape it"
-            )
-        shape = [*tensor.shape, *[0] * (_MAX_SCATTER_DIMS - tensor.dim())]
-        check_out(out, tensor, shape=_part_shape(tensor.shape, dim, chosen), dtype=tensor.dtype)
-        engine_of(chosen, tensor.device)
-        facts = (DTYPES.index(tensor.dtype), records_history(tensor), tensor.is_cuda)
-        payload = _SCATTER_HEAD.pack(dim, src, *facts, tensor.dim(), *shape)
-    elif tensor is not None:
-        check_tensor(tensor)
-        if tensor.numel():
-            raise ValueError(f"rank {src} scatters: pass None on rank {chosen.rank}, or a tensor without elements")
+    payload = _check_scatter(tensor, src, dim, chosen, out)
     deadline = Deadline(limit)
     payloads = result
     if payloads is None:
@@ -231,6 +213,27 @@ def scatter(
         if is_elsewhere:
             target = replace(target, refusal=ValueError(f"rank {src}'s tensor is on a {device.type}: pass one there"))
         return scatter_with_sizes(whole, target, sizes, src, dim=dim, group=chosen, timeout=deadline.remaining())
+
+
+def _check_scatter(tensor: torch.Tensor | None, src: int, dim: int, group: Backend, out: torch.Tensor | None) -> bytes:
+    """Check a scatter's tensors on this rank; returns what it tells the others."""
+    if group.rank != src:
+        if tensor is not None:
+            check_tensor(tensor)
+            if tensor.numel():
+                raise ValueError(f"rank {src} scatters: pass None on rank {group.rank}, or a tensor without elements")
+        return _SCATTER_CALL.pack(dim, src)
+    if tensor is None:
+        raise ValueError(f"rank {src} scatters: pass the tensor there")
+    check_tensor(tensor)
+    dim = check_dim(tensor, dim)
+    if tensor.dim() > _MAX_SCATTER_DIMS:
+        raise ValueError(f"scatter takes tensors of at most {_MAX_SCATTER_DIMS} dims, not {tensor.dim()}: reshape it")
+    shape = [*tensor.shape, *[0] * (_MAX_SCATTER_DIMS - tensor.dim())]
+    check_out(out, tensor, shape=_part_shape(tensor.shape, dim, group), dtype=tensor.dtype)
+    engine_of(group, tensor.device)
+    facts = (DTYPES.index(tensor.dtype), records_history(tensor), tensor.is_cuda)
+    return _SCATTER_HEAD.pack(dim, src, *facts, tensor.dim(), *shape)
 
 
 def _device_of_part(is_cuda: bool, *given: torch.Tensor | None) -> torch.device:  # noqa: FBT001 - read from a header

@@ -257,6 +257,11 @@ def sendrecv(
         _check(incoming, chosen)
         _, peer = device_p2p.exchange([outgoing, incoming], timeout=limit)
         return (incoming.tensor, peer) if return_source else incoming.tensor
+    deadline = Deadline(limit, elapsed=result.seconds)
+    what = f"sendrecv with {peer_name(dst)} and {peer_name(src)}"
+    if result.received is not None:
+        wait_for(_continue_send(chosen, outgoing, result), deadline, chosen, what)
+        return result.received if return_source else result.received[0]
     receive = TensorReceive(chosen, src, tag, shape=shape, dtype=tensor.dtype)
     requests: list[Request] = [receive]
     try:
@@ -264,8 +269,7 @@ def sendrecv(
     except BaseException:
         receive.cancel()
         raise
-    deadline = Deadline(limit, elapsed=result.seconds)
-    wait_for(requests, deadline, chosen, f"sendrecv with {peer_name(dst)} and {peer_name(src)}")
+    wait_for(requests, deadline, chosen, what)
     return (receive.finish(), receive.peer) if return_source else receive.finish()
 
 

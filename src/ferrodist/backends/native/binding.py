@@ -40,7 +40,8 @@ def load() -> ModuleType:
 
 
 _FAST_FUNCTIONS = (
-    *("fast_all_gather", "fast_all_gather_uneven", "fast_all_to_all", "fast_all_to_all_single_uneven"),
+    *("fast_all_gather", "fast_all_gather_uneven", "fast_all_to_all", "fast_all_to_all_list"),
+    "fast_all_to_all_single_uneven",
     *("fast_allreduce", "fast_allreduce_data", "fast_barrier", "fast_broadcast", "fast_gather", "fast_reduce"),
     *("fast_reduce_scatter", "fast_scatter"),
 )

@@ -170,6 +170,7 @@ class NativeEngine:
         operation: str,
         tensor: torch.Tensor | None,
         out: torch.Tensor | None,
+        *,
         op: Any = None,
         timeout: float | None = None,
         sent_rows: Sequence[int] | None = None,
