@@ -7,7 +7,8 @@ meet in the engine, so different ranks may take different ones. Started calls ar
 A collective's function takes the arguments of its public namesake and returns the result, or None before anything has
 happened. Those that block are C++, in native/bindings/fast_path.cpp, and called as ``compiled.fast_allreduce``;
 `fast_barrier` returns whether it is done, and so does `fast_allreduce_data`, which is in place and invisible to
-autograd. Those that start a collective, and point-to-point, are here.
+autograd. Those in which ranks share their sizes first, in fast_sized.cpp, may return a list: the payloads that the
+ranks have shared, where the general path is to go on. Those that start a collective, and point-to-point, are here.
 
 A point-to-point function returns a `Progress` when the call did not simply complete. The general path then continues
 where the engine stopped, in the time that is left, and raises what errors there are.

@@ -89,7 +89,7 @@ def gather(
     if is_profiling() and not is_recorded():
         return record(gather, tensor, dst, dim=dim, group=group, out=out, timeout=timeout)
     # A list has the payloads that the ranks have shared: the general path goes on from there.
-    result = compiled.fast_gather(tensor, dst, dim, group, out, timeout)
+    result: torch.Tensor | list[bytes] | None = compiled.fast_gather(tensor, dst, dim, group, out, timeout)
     if isinstance(result, torch.Tensor):
         return result
     check_tensor(tensor)
