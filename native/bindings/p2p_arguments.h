@@ -7,6 +7,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 
 #include "bindings/gil_release.h"
@@ -48,12 +49,19 @@ inline std::optional<double> seconds_of(nanobind::handle object) {
     return value >= 0.0 ? std::optional(value) : std::nullopt;
 }
 
-// Waits for a transfer on the stack; it has ended when this returns or throws.
+// Waits for a transfer on the stack; it has ended when this returns or throws. Once `should_stop()`, which is asked
+// several times a second if given, it is cancelled.
 template <class SomeTransfer>
-void await(P2PEngine& engine, SomeTransfer& transfer, double timeout) {
+void await(P2PEngine& engine, SomeTransfer& transfer, double timeout, const std::function<bool()>& should_stop = {}) {
+    constexpr double between_questions = 0.1;  // seconds
     const GilRelease released;
     try {
-        if (!engine.wait(transfer, timeout)) engine.cancel(transfer);
+        bool is_stopped = false;
+        for (; should_stop && !is_stopped && timeout > between_questions; timeout -= between_questions) {
+            if (engine.wait(transfer, between_questions)) return;
+            is_stopped = should_stop();
+        }
+        if (is_stopped || !engine.wait(transfer, timeout)) engine.cancel(transfer);
     } catch (...) {
         engine.cancel(transfer);
         throw;

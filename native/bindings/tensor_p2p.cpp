@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -119,9 +120,12 @@ double seconds_left(const Deadline& deadline) {
     return std::chrono::duration<double>(deadline.remaining()).count();
 }
 
+using ShouldStop = std::function<bool()>;  // see `await`
+
 // Waits for a started transfer, which has ended when this returns. Returns the exception that interrupted it.
 template <class SomeTransfer>
-std::exception_ptr await_end(const TensorP2P& self, SomeTransfer& transfer, const Deadline& deadline) {
+std::exception_ptr await_end(const TensorP2P& self, SomeTransfer& transfer, const Deadline& deadline,
+                             const ShouldStop& should_stop = {}) {
     std::exception_ptr interruption;
     if (!self.is_open.load()) {
         const nb::gil_scoped_release released;
@@ -129,7 +133,7 @@ std::exception_ptr await_end(const TensorP2P& self, SomeTransfer& transfer, cons
     }
     if (!transfer.has_ended.load()) {
         try {
-            await(*self.engine, transfer, seconds_left(deadline));
+            await(*self.engine, transfer, seconds_left(deadline), should_stop);
         } catch (...) {
             interruption = std::current_exception();
         }
@@ -153,13 +157,14 @@ bool send_message(const TensorP2P& self, const std::byte* data, std::size_t size
 }
 
 // Receives a message; false if none has arrived that fits.
-bool recv_message(const TensorP2P& self, Receive& receive, const Deadline& deadline, std::exception_ptr& interruption) {
+bool recv_message(const TensorP2P& self, Receive& receive, const Deadline& deadline, std::exception_ptr& interruption,
+                  const ShouldStop& should_stop) {
     P2PEngine& engine = *self.engine;
     if (receive.size > sizeof(FirstMessage) || !engine.start_if_open(receive, false)) {
         const nb::gil_scoped_release released;
         if (!engine.start_if_open(receive, true)) return false;
     }
-    interruption = await_end(self, receive, deadline);
+    interruption = await_end(self, receive, deadline, should_stop);
     return receive.outcome == Outcome::done;
 }
 
@@ -253,7 +258,7 @@ struct Target {
 // Receives a tensor into the one that `target_of` returns for its header. `result_of` makes the result.
 template <class TargetOf, class ResultOf>
 nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, const Deadline& deadline,
-                   const TargetOf& target_of, const ResultOf& result_of) {
+                   const TargetOf& target_of, const ResultOf& result_of, const ShouldStop& should_stop = {}) {
     const auto peer = self.peer(src, true);
     const auto user_tag = plain_uint(tag);
     if (!self.is_usable() || !peer || !user_tag || *user_tag >> number_bits != 0) return not_started();
@@ -262,7 +267,7 @@ nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, const 
     FirstMessage message;
     Receive first(message.bytes, sizeof(message), self.engine_rank(*peer), self.tag(tensor_channel, *user_tag));
     first.accepts_shorter = true;
-    if (!recv_message(self, first, deadline, interruption)) return unfinished(deadline, interruption);
+    if (!recv_message(self, first, deadline, interruption, should_stop)) return unfinished(deadline, interruption);
     const int source = self.group_rank(first.peer);
     const auto give_up = [&] {
         Unfinished progress;
@@ -284,7 +289,7 @@ nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, const 
         std::memcpy(target.view->data, message.elements(), size);
     } else if (size != 0) {
         Receive second(target.view->data, size, first.peer, self.tag(payload_channel, header.payload_id));
-        if (!recv_message(self, second, deadline, interruption)) return give_up();
+        if (!recv_message(self, second, deadline, interruption, should_stop)) return give_up();
     }
     if (size != 0 && !mark_written(target.tensor.ptr())) throw nb::python_error();
     if (interruption) return unfinished(deadline, interruption);
@@ -304,8 +309,8 @@ nb::object receive_into(const TensorP2P& self, nb::handle tensor, nb::handle src
 
 // `fd.recv`, into the tensor that `make(dtype, shape)` returns, with the dtype as a number; it returns None for a
 // tensor that must not be received. Returns the tensor and the rank that sent it on success.
-nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, const Deadline& deadline,
-                       nb::handle make) {
+nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, const Deadline& deadline, nb::handle make,
+                       const ShouldStop& should_stop = {}) {
     const auto target_of = [&](const TensorHeader& header, std::exception_ptr& interruption) {
         const std::array<std::int64_t, max_dims> sizes = header.shape;
         nb::object shape = nb::steal(PyTuple_New(header.num_dims));
@@ -320,8 +325,9 @@ nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, co
             return Target{};
         }
     };
-    return receive(self, src, tag, deadline, target_of,
-                   [](const nb::object& tensor, int source) { return nb::object(nb::make_tuple(tensor, source)); });
+    return receive(
+        self, src, tag, deadline, target_of,
+        [](const nb::object& tensor, int source) { return nb::object(nb::make_tuple(tensor, source)); }, should_stop);
 }
 
 // Cancels a send of an exchange that is left before its end.
@@ -333,7 +339,7 @@ public:
     ExchangedSend& operator=(const ExchangedSend&) = delete;
     ~ExchangedSend() { cancel(); }
 
-    // Without the GIL.
+    // False, without effect, if its peer or the group has ended. Without the GIL.
     bool start() {
         has_started_ = engine_.start_if_open(send_);
         return has_started_;
@@ -346,11 +352,13 @@ public:
     std::exception_ptr await(const TensorP2P& self, const Deadline& deadline) {
         return has_started_ ? await_end(self, send_, deadline) : nullptr;
     }
-    [[nodiscard]] bool is_done() const {
-        return has_started_ && send_.has_ended.load() && send_.outcome == Outcome::done;
-    }
+    [[nodiscard]] bool is_done() const { return has_ended() && send_.outcome == Outcome::done; }
+    // Whether it has ended in another way: it will not be sent.
+    [[nodiscard]] bool has_failed() const { return has_ended() && send_.outcome != Outcome::done; }
 
 private:
+    [[nodiscard]] bool has_ended() const { return has_started_ && send_.has_ended.load(); }
+
     P2PEngine& engine_;
     Send send_;
     bool has_started_ = false;
@@ -367,12 +375,16 @@ nb::object exchange(const TensorP2P& self, nb::handle tensor, nb::handle dst, nb
     ExchangedSend first(*self.engine, outgoing.first.bytes, outgoing.first_size, outgoing.dst_rank, outgoing.tag);
     ExchangedSend payload(*self.engine, outgoing.view.data, outgoing.size, outgoing.dst_rank,
                           self.tag(payload_channel, outgoing.payload_number));
+    bool has_started = false;
     {
         const nb::gil_scoped_release released;
-        if (first.start() && !outgoing.is_inline()) payload.start();
+        has_started = first.start() && (outgoing.is_inline() || payload.start());
     }
     const auto is_sent = [&] { return first.is_done() && (outgoing.is_inline() || payload.is_done()); };
-    const nb::object received = receive_new(self, src, tag, deadline, make);
+    // A send that fails ends the wait for the other tensor: the general path raises the reason.
+    const auto has_failed = [&] { return first.has_failed() || payload.has_failed(); };
+    const nb::object received =
+        has_started ? receive_new(self, src, tag, deadline, make, has_failed) : unfinished(deadline, nullptr);
     const bool is_received = PyTuple_Check(received.ptr());
     std::exception_ptr interruption;
     if (is_received) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 import time
 
 import pytest
@@ -428,3 +429,25 @@ def test_a_large_sendrecv_with_a_wrong_shape():
         fd.barrier()
 
     run_ranks(program, 2, backend="native-threads")
+
+
+def test_a_large_sendrecv_to_a_rank_that_leaves():
+    """The wait for the other tensor ends soon when the receiver of this rank's tensor has left."""
+    told = threading.Event()
+
+    def program(group):
+        fd.barrier()
+        if group.rank == 0:
+            began = time.monotonic()
+            with pytest.raises(fd.PeerLostError) as caught:
+                fd.sendrecv(torch.ones(_LARGE), 1, None, 2, timeout=60)
+            told.set()
+            assert caught.value.ranks == (1,)
+            assert time.monotonic() - began < 10
+        elif group.rank == 1:
+            time.sleep(0.3)
+            group.close()
+        else:
+            assert told.wait(60)
+
+    run_ranks(program, 3, backend="native-threads")
