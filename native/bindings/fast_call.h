@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <exception>
 #include <initializer_list>
 #include <optional>
 #include <span>
@@ -28,9 +29,20 @@ void set_lookup(nb::handle collector, nb::handle local_group, nb::handle process
                 nb::handle make_tensor);
 
 // An entry of a module's table of functions.
-template <class Function>
-constexpr PyMethodDef fast_method(const char* name, Function* function) {
-    return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
+template <auto Function>
+constexpr PyMethodDef fast_method(const char* name) {
+    PyObject* (*const call)(PyObject*, PyObject* const*, Py_ssize_t) = [](PyObject* self, PyObject* const* arguments,
+                                                                          Py_ssize_t count) -> PyObject* {
+        try {
+            return Function(self, arguments, count);
+        } catch (nb::python_error& error) {
+            error.restore();
+        } catch (const std::exception& error) {  // no memory
+            PyErr_SetString(PyExc_MemoryError, error.what());
+        }
+        return nullptr;
+    };
+    return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)), METH_FASTCALL, nullptr};
 }
 
 // How the result's shape follows from the tensor's and a number.
@@ -87,6 +99,7 @@ template <class Check>
 PyObject* run_fast(const OpenFastPath& path, const char* operation, nb::handle tensor, nb::object out,
                    std::initializer_list<Fact> facts, const Check& check) {
     if (!out.is_valid()) return nullptr;
+    if (out.is_none()) Py_RETURN_NONE;
     const auto go = [&](std::size_t size, const auto& collective) { run(path, size, collective); };
     bool is_done = false;
     try {

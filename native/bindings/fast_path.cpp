@@ -117,10 +117,13 @@ PyObject* fast_all_to_all_single_uneven(PyObject*, PyObject* const* arguments, P
     if (!path) Py_RETURN_NONE;
     const Rows rows{.sent = counts_of(arguments[1], *path->communicator),
                     .received = counts_of(arguments[2], *path->communicator)};
-    if (rows.sent.empty() || rows.received.empty()) Py_RETURN_NONE;
+    const auto view = view_tensor(tensor.ptr());
+    if (!view || rows.sent.empty() || rows.received.empty() || !rows.fit(*view, path->communicator->rank()))
+        Py_RETURN_NONE;
     const std::size_t total = std::accumulate(rows.received.begin(), rows.received.end(), std::size_t{0});
-    return run_fast(*path, "all_to_all", tensor, result_of(out, tensor, Shape::rows, total),
-                    {{"sent_rows", arguments[1]}}, [&](nb::handle result, const auto& go) {
+    const nb::object unit = nb::int_(row_elements(view->shape));
+    return run_fast(*path, "all_to_all", tensor, result_of(out, tensor, Shape::rows, total), {{"unit", unit.ptr()}},
+                    [&](nb::handle result, const auto& go) {
                         return run_uneven_all_to_all_if_plain(*path->communicator, tensor, result, rows, go);
                     });
 }
@@ -162,8 +165,8 @@ PyObject* fast_all_to_all_list(PyObject*, PyObject* const* arguments, Py_ssize_t
                            parts->dtype, deadline);
             });
     } catch (...) {
-        const nb::object one = nb::make_tuple(1);  // the first tensor is one part
-        raise_for(*path, "all_to_all", tensors[0], outs[0], {{"sent_rows", one.ptr()}});
+        const nb::object unit = nb::int_(parts->part);
+        raise_for(*path, "all_to_all", tensors[0], outs[0], {{"unit", unit.ptr()}});
         return nullptr;
     }
     nb::list results;
@@ -188,15 +191,15 @@ PyObject* fast_barrier(PyObject*, PyObject* group) {
 }
 
 PyMethodDef fast_functions[] = {
-    fast_method("fast_allreduce", fast_allreduce),
-    fast_method("fast_allreduce_data", fast_allreduce_data),
-    fast_method("fast_reduce", fast_reduce),
-    fast_method("fast_broadcast", fast_broadcast),
-    fast_method("fast_all_gather", fast_all_gather),
-    fast_method("fast_reduce_scatter", fast_reduce_scatter),
-    fast_method("fast_all_to_all", fast_all_to_all),
-    fast_method("fast_all_to_all_list", fast_all_to_all_list),
-    fast_method("fast_all_to_all_single_uneven", fast_all_to_all_single_uneven),
+    fast_method<fast_allreduce>("fast_allreduce"),
+    fast_method<fast_allreduce_data>("fast_allreduce_data"),
+    fast_method<fast_reduce>("fast_reduce"),
+    fast_method<fast_broadcast>("fast_broadcast"),
+    fast_method<fast_all_gather>("fast_all_gather"),
+    fast_method<fast_reduce_scatter>("fast_reduce_scatter"),
+    fast_method<fast_all_to_all>("fast_all_to_all"),
+    fast_method<fast_all_to_all_list>("fast_all_to_all_list"),
+    fast_method<fast_all_to_all_single_uneven>("fast_all_to_all_single_uneven"),
     {"fast_barrier", fast_barrier, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

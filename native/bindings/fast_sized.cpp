@@ -31,7 +31,9 @@ constexpr std::int64_t most_elements = std::int64_t{1} << 47;  // as in collecti
 // The time that a call has left.
 class Rest {
 public:
-    explicit Rest(const OpenFastPath& path) : path_(path), timeout_(path.timeout) {}
+    explicit Rest(const OpenFastPath& path) : path_(path), timeout_(path.timeout) {
+        (void)began_.elapsed_seconds();  // starts its clock
+    }
     // Of the path's timeout.
     [[nodiscard]] OpenFastPath path() const {
         OpenFastPath rest = path_;
@@ -104,9 +106,33 @@ bool fits_rows(const TensorView& out, const TensorView& part, std::size_t rows) 
            std::equal(out.shape.begin() + 1, out.shape.end(), part.shape.begin() + 1);
 }
 
-std::size_t row_elements(std::span<const std::int64_t> shape) {
-    return static_cast<std::size_t>(
-        std::accumulate(shape.begin() + 1, shape.end(), std::int64_t{1}, std::multiplies<>()));
+// Ends the group for an exception of Python after the ranks have shared their sizes: a signal handler's, or no memory for
+// the result. Returns null.
+PyObject* leave(const OpenFastPath& path, const char* name) {
+    const nb::object text = nb::steal(PyUnicode_FromString(name));
+    try {
+        throw nb::python_error();
+    } catch (...) {
+        raise_for(path, "share", nb::none(), nb::none(), {{"name", text.ptr()}});
+    }
+    return nullptr;
+}
+
+// Runs the collective that moves the elements; `fact` is for its error.
+template <class Collective>
+PyObject* move_elements(const OpenFastPath& path, const char* operation, nb::handle tensor, nb::object result,
+                        std::size_t size, const std::vector<std::size_t>& counts, const char* fact, int value,
+                        const Collective& collective) {
+    try {
+        run(path, size, collective);
+    } catch (...) {
+        nb::list elements;
+        for (const std::size_t count : counts) elements.append(count);
+        const nb::object number = nb::int_(value);
+        raise_for(path, operation, tensor, result, {{"counts", elements.ptr()}, {fact, number.ptr()}});
+        return nullptr;
+    }
+    return mark_written(result.ptr()) ? result.release().ptr() : nullptr;
 }
 
 // all_gather_uneven, and gather to `root`; -1 is none.
@@ -126,29 +152,21 @@ PyObject* concatenate(const OpenFastPath& path, const char* name, nb::handle ten
     if (rows.empty()) return as_list(payloads);
     const std::size_t total = std::accumulate(rows.begin(), rows.end(), std::size_t{0});
     const nb::object result = result_of(out, tensor, has_result ? Shape::rows : Shape::nothing, total);
-    if (!result.is_valid()) {  // too large for this rank's memory: the general path raises it
-        PyErr_Clear();
-        return as_list(payloads);
-    }
+    if (!result.is_valid()) return leave(path, name);
     const auto pair = view_pair(tensor, result);
     if (!pair || (has_result && (!fits_rows(pair->out, pair->source, total) || overlap(*pair))))
         return as_list(payloads);
     std::vector<std::size_t> counts = rows;
     for (std::size_t& count : counts) count *= row_elements(pair->source.shape);
-    const nb::object dim = nb::int_(0), root_number = nb::int_(root);
-    const auto go_with = [&](const auto& collective) {
-        return run_fast(rest.path(), root < 0 ? "all_gather" : "gather", tensor, result,
-                        {root < 0 ? Fact{"dim", dim.ptr()} : Fact{"root", root_number.ptr()}},
-                        [&](nb::handle, const auto& go) {
-                            go(size_of_pair(*pair), collective);
-                            return true;
-                        });
+    const auto move = [&](const char* operation, const char* fact, int value, const auto& collective) {
+        return move_elements(rest.path(), operation, tensor, result, size_of_pair(*pair), counts, fact, value,
+                             collective);
     };
     if (root < 0)
-        return go_with([&](Context& context, const Deadline& deadline) {
+        return move("all_gather", "dim", 0, [&](Context& context, const Deadline& deadline) {
             all_gather(context, pair->out.data, pair->source.data, counts, pair->source.dtype, 0, deadline);
         });
-    return go_with([&](Context& context, const Deadline& deadline) {
+    return move("gather", "root", root, [&](Context& context, const Deadline& deadline) {
         gather(context, pair->out.data, pair->source.data, counts, pair->source.dtype, root, deadline);
     });
 }
@@ -247,33 +265,26 @@ PyObject* fast_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
     nb::object result = nb::borrow(out);
     if (out.is_none())
         result = is_root ? result_of(out, tensor, Shape::rows, own_rows) : new_tensor(found->dtype, shape, own_rows);
-    if (!result.is_valid()) {
-        PyErr_Clear();
-        return as_list(payloads);
-    }
+    if (!result.is_valid()) return leave(*path, "scatter");
     const auto part = view_tensor(result.ptr());
     const TensorView described{.data = nullptr, .count = 0, .dtype = static_cast<DType>(found->dtype), .shape = shape};
     if (!part || !fits_rows(*part, described, own_rows)) return as_list(payloads);
     std::vector<std::size_t> counts(ranks);
     for (std::size_t r = 0; r < ranks; ++r) counts[r] = rows_of(shape[0], r) * row_elements(shape);
-    const nb::object root_number = nb::int_(root);
     const std::byte* const source = whole ? whole->data : nullptr;
-    const std::size_t most = std::max(part->count, whole ? whole->count : 0);
-    return run_fast(rest.path(), "scatter", is_root ? tensor : nb::handle(nb::none()), result,
-                    {{"root", root_number.ptr()}}, [&](nb::handle, const auto& go) {
-                        go(most * size_of(part->dtype), [&](Context& context, const Deadline& deadline) {
-                            scatter(context, part->data, source, counts, part->dtype, root, deadline);
-                        });
-                        return true;
-                    });
+    const std::size_t most = std::max(part->count, whole ? whole->count : 0) * size_of(part->dtype);
+    return move_elements(rest.path(), "scatter", is_root ? tensor : nb::handle(nb::none()), result, most, counts,
+                         "root", root, [&](Context& context, const Deadline& deadline) {
+                             scatter(context, part->data, source, counts, part->dtype, root, deadline);
+                         });
 }
 
 }  // namespace
 
 PyMethodDef sized_functions[] = {
-    fast_method("fast_all_gather_uneven", fast_all_gather_uneven),
-    fast_method("fast_gather", fast_gather),
-    fast_method("fast_scatter", fast_scatter),
+    fast_method<fast_all_gather_uneven>("fast_all_gather_uneven"),
+    fast_method<fast_gather>("fast_gather"),
+    fast_method<fast_scatter>("fast_scatter"),
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -188,27 +188,34 @@ inline std::optional<PartViews> view_parts(std::span<const nb::object> tensors, 
     return parts;
 }
 
+// The elements of a row: of all dims but the first.
+inline std::size_t row_elements(std::span<const std::int64_t> shape) {
+    return static_cast<std::size_t>(
+        std::accumulate(shape.begin() + 1, shape.end(), std::int64_t{1}, std::multiplies<>()));
+}
+
 // Rows of a tensor for each rank, and from each.
 struct Rows {
     std::vector<std::size_t> sent;
     std::vector<std::size_t> received;
+
+    // Whether they are all rows of `tensor`, and as many go to this rank as come from it.
+    [[nodiscard]] bool fit(const TensorView& tensor, int rank) const {
+        const auto own = static_cast<std::size_t>(rank);
+        return !tensor.shape.empty() && sent[own] == received[own] &&
+               static_cast<std::int64_t>(std::accumulate(sent.begin(), sent.end(), std::size_t{0})) == tensor.shape[0];
+    }
 };
 
 template <class Go>
 bool run_uneven_all_to_all_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, const Rows& rows,
                                     const Go& go) {
     const auto pair = view_pair(tensor, out);
-    if (!pair || overlap(*pair) || pair->source.shape.empty() || pair->out.shape.empty()) return false;
-    const auto row_shape = pair->source.shape.subspan(1);
-    if (!std::ranges::equal(row_shape, pair->out.shape.subspan(1))) return false;
-    const auto total = [](const std::vector<std::size_t>& counts) {
-        return static_cast<std::int64_t>(std::accumulate(counts.begin(), counts.end(), std::size_t{0}));
-    };
-    const auto own = static_cast<std::size_t>(self.rank());
-    if (total(rows.sent) != pair->source.shape[0] || total(rows.received) != pair->out.shape[0]) return false;
-    if (rows.sent[own] != rows.received[own]) return false;
-    const auto unit = static_cast<std::size_t>(
-        std::accumulate(row_shape.begin(), row_shape.end(), std::int64_t{1}, std::multiplies<>()));
+    if (!pair || overlap(*pair) || !rows.fit(pair->source, self.rank()) || pair->out.shape.empty()) return false;
+    const auto received = std::accumulate(rows.received.begin(), rows.received.end(), std::size_t{0});
+    if (pair->out.shape[0] != static_cast<std::int64_t>(received)) return false;
+    if (!std::ranges::equal(pair->source.shape.subspan(1), pair->out.shape.subspan(1))) return false;
+    const std::size_t unit = row_elements(pair->source.shape);
     Rows counts = rows;
     for (auto* each : {&counts.sent, &counts.received})
         for (std::size_t& count : *each) count *= unit;

@@ -228,7 +228,11 @@ bool mark_written(PyObject* tensor) {
     }
     PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
     PyErr_Fetch(&type, &value, &traceback);
-    if (is_true(PyObject_CallMethodNoArgs(tensor, is_inference))) {  // inference tensors have no version
+    PyObject* answer = PyObject_CallMethodNoArgs(tensor, is_inference);
+    if (answer == nullptr) PyErr_Clear();
+    const bool has_no_version = answer == Py_True;
+    Py_XDECREF(answer);
+    if (has_no_version) {
         Py_XDECREF(type);
         Py_XDECREF(value);
         Py_XDECREF(traceback);

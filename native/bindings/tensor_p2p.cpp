@@ -291,7 +291,13 @@ nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, const 
         Receive second(target.view->data, size, first.peer, self.tag(payload_channel, header.payload_id));
         if (!recv_message(self, second, deadline, interruption, should_stop)) return give_up();
     }
-    if (size != 0 && !mark_written(target.tensor.ptr())) throw nb::python_error();
+    if (size != 0 && !mark_written(target.tensor.ptr())) {
+        try {
+            throw nb::python_error();
+        } catch (...) {
+            interruption = std::current_exception();
+        }
+    }
     if (interruption) return unfinished(deadline, interruption);
     return result_of(target.tensor, source);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -123,6 +124,7 @@ def all_gather_uneven(
     if is_profiling() and not is_recorded():
         return record(all_gather_uneven, tensor, dim, group=group, out=out, timeout=timeout)
     # A list has the payloads that the ranks have shared: the general path goes on from there.
+    began = time.monotonic()
     result = compiled.fast_all_gather_uneven(tensor, dim, group, out, timeout)
     if isinstance(result, torch.Tensor):
         return result
@@ -131,7 +133,7 @@ def all_gather_uneven(
     dim = check_dim(tensor, dim)
     chosen, limit = group_and_timeout(group, timeout)
     check_out(out, tensor, dtype=tensor.dtype)
-    deadline = Deadline(limit)
+    deadline = Deadline(limit, elapsed=time.monotonic() - began)
     sizes = share_sizes("all_gather_uneven", tensor, dim, chosen, limit, payloads=result)
     return execute(_all_gather(tensor, dim, chosen, out, deadline.remaining(), sizes))
 

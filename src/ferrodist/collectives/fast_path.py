@@ -291,7 +291,7 @@ def _maker(shape: Sequence[int] | None, dtype: torch.dtype | None) -> Callable[[
             return None
         try:
             return torch.empty(sizes, dtype=found, device="cpu")
-        except Exception:  # the general path raises it
+        except (RuntimeError, MemoryError):  # the general path raises it
             return None
 
     return make

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -89,6 +90,7 @@ def gather(
     if is_profiling() and not is_recorded():
         return record(gather, tensor, dst, dim=dim, group=group, out=out, timeout=timeout)
     # A list has the payloads that the ranks have shared: the general path goes on from there.
+    began = time.monotonic()
     result: torch.Tensor | list[bytes] | None = compiled.fast_gather(tensor, dst, dim, group, out, timeout)
     if isinstance(result, torch.Tensor):
         return result
@@ -99,7 +101,7 @@ def gather(
     dst = check_root(chosen, dst, "dst")
     check_out_of_root(chosen, dst, out)
     check_out(out, part, dtype=part.dtype)
-    deadline = Deadline(limit)
+    deadline = Deadline(limit, elapsed=time.monotonic() - began)
     sizes = share_sizes("gather", part, dim, chosen, limit, payloads=result)
     return gather_with_sizes(part, sizes, dst, dim=dim, group=chosen, out=out, timeout=deadline.remaining())
 
@@ -184,6 +186,7 @@ def scatter(
     """
     if is_profiling() and not is_recorded():
         return record(scatter, tensor, src, dim=dim, group=group, out=out, timeout=timeout)
+    began = time.monotonic()
     result = compiled.fast_scatter(tensor, src, dim, group, out, timeout)  # as for `gather`
     if isinstance(result, torch.Tensor):
         return result
@@ -193,7 +196,7 @@ def scatter(
         raise IndexError(f"dim {dim} is not a dim of a tensor that scatter takes: it has at most {_MAX_SCATTER_DIMS}")
     check_out(out)
     payload = _check_scatter(tensor, src, dim, chosen, out)
-    deadline = Deadline(limit)
+    deadline = Deadline(limit, elapsed=time.monotonic() - began)
     payloads = result
     if payloads is None:
         refuse_in_coalesce("scatter")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import struct
 import threading
 import time
 
@@ -12,6 +14,7 @@ import torch
 import ferrodist as fd
 from ferrodist.backends.native import is_native_available
 from ferrodist.collectives.arguments import compute_shard_sizes
+from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.deadline import before_warning
 from ferrodist.testing import run_ranks
 
@@ -212,6 +215,7 @@ def test_wrong_arguments():
             (ValueError, lambda: fd.all_to_all_single_uneven(x, [1, 2], [1, 1])),
             (ValueError, lambda: fd.all_to_all_single_uneven(x, [1, 1], [1, 1, 0])),
             (ValueError, lambda: fd.all_to_all_single_uneven(x, [3, -1], [1, 1])),
+            (ValueError, lambda: fd.all_to_all_single_uneven(x, [1, 1], [2**31 - 1, 2**31 - 1])),
             (TypeError, lambda: fd.all_to_all_single_uneven(x, [1.0, 1.0], [1, 1])),
             (ValueError, lambda: fd.all_to_all_single_uneven(x, [1, 1], [1, 1], out=torch.empty(3))),
             (ValueError, lambda: fd.scatter(torch.ones(2), 1 - rank)),
@@ -451,3 +455,88 @@ def test_a_large_sendrecv_to_a_rank_that_leaves():
             assert told.wait(60)
 
     run_ranks(program, 3, backend="native-threads")
+
+
+def test_parameters_take_part_once():
+    """A frozen parameter, whose results are plain tensors, is no reason to run a collective twice."""
+
+    def program(group):
+        fd.barrier()
+        for value in (1.0, 10.0, 100.0):
+            mine = torch.nn.Parameter(torch.full((2,), value), requires_grad=False)
+            for root in (0, 1):
+                found = fd.reduce(mine, root)
+                assert found.tolist() == ([2 * value] * 2 if group.rank == root else [])
+            assert fd.gather(mine, 1).tolist() == ([value] * 4 if group.rank == 1 else [])
+            assert fd.all_gather_uneven(mine).tolist() == [value] * 4
+            assert fd.scatter(mine if group.rank == 0 else None).tolist() == [value]
+            assert fd.all_to_all([mine, mine])[0].tolist() == [value] * 2
+            assert fd.all_to_all_single_uneven(mine, [1, 1], [1, 1]).tolist() == [value] * 2
+            assert fd.broadcast(mine).tolist() == [value] * 2
+
+    run_ranks(program, 2, backend="native-threads")
+
+
+@pytest.mark.parametrize("form", ["gather", "all_gather_uneven", "scatter"])
+def test_a_timeout_counts_both_meetings(form):
+    """The time for which ranks wait to share their sizes counts, and the error is about the whole tensor."""
+    calls = {
+        "gather": lambda rank: fd.gather(torch.ones(3), timeout=1.0),
+        "all_gather_uneven": lambda rank: fd.all_gather_uneven(torch.ones(3), timeout=1.0),
+        "scatter": lambda rank: fd.scatter(torch.ones(7) if rank == 0 else None, timeout=1.0),
+    }
+
+    def program(group):
+        fd.barrier()
+        if group.rank == 1:
+            time.sleep(0.7)
+            if form == "scatter":
+                share_bytes(group, "scatter", struct.pack("<ii", 0, 0), 10.0)
+            else:
+                share_bytes(group, form, struct.pack("<qqqq", 3, 0, 1, 0), 10.0)
+            time.sleep(1)
+            with pytest.raises(fd.DistributedError):
+                fd.barrier()
+            return 0.0
+        began = time.monotonic()
+        with pytest.raises(fd.DistributedTimeoutError, match=r"float32\[[67]\]") as caught:
+            calls[form](group.rank)
+        assert "rank 1 has not called it" in str(caught.value)
+        return time.monotonic() - began
+
+    assert 0.9 < run_ranks(program, 2, backend="native-threads")[0] < 1.5
+
+
+@pytest.mark.parametrize("form", ["gather", "all_gather_uneven", "scatter"])
+def test_an_exception_while_a_result_is_made(form, monkeypatch):
+    """What a signal handler raises between the two meetings is raised, and ends the group on all ranks."""
+
+    class Interrupted(Exception):
+        """As a signal handler's."""
+
+    calls = {
+        "gather": lambda x, rank: fd.gather(x),
+        "all_gather_uneven": lambda x, rank: fd.all_gather_uneven(x),
+        "scatter": lambda x, rank: fd.scatter(x if rank == 0 else None),
+    }
+    new_empty = torch.Tensor.new_empty
+
+    def program(group):
+        fd.barrier()
+        x = torch.ones(3)
+        if group.rank == 0:
+            with pytest.raises(Interrupted):
+                calls[form](x, 0)
+        else:
+            with contextlib.suppress(fd.DistributedError):  # it may have what it needs
+                calls[form](x, 1)
+        with pytest.raises(fd.DistributedError):
+            fd.barrier()
+
+    def interrupted(tensor, *args, **kwargs):
+        if fd.default_group().rank == 0:
+            raise Interrupted
+        return new_empty(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", interrupted)
+    run_ranks(program, 2, backend="native-threads")

@@ -173,12 +173,12 @@ class NativeEngine:
         *,
         op: Any = None,
         timeout: float | None = None,
-        sent_rows: Sequence[int] | None = None,
+        unit: int | None = None,
         **facts: Any,
     ) -> BaseException:
         """End the group because of a failed call of ``compiled``; returns the error. A barrier has no tensors."""
-        num_parts = self.num_ranks if sent_rows is None else max(1, sum(sent_rows))
-        unit = 0 if tensor is None else tensor.numel() // num_parts
+        if unit is None:
+            unit = 0 if tensor is None else tensor.numel() // self.num_ranks
         limit = self.timeout if timeout is None else timeout
         kind = CollectiveKind(operation)
         failed = CollectiveOp(kind=kind, source=tensor, out=out, reduction=op, unit=unit, timeout=limit, **facts)
