@@ -283,7 +283,7 @@ def fast_sendrecv(
 
 
 def _maker(shape: Sequence[int] | None, dtype: torch.dtype | None) -> Callable[[int, tuple[int, ...]], Any]:
-    """Make the function that makes the tensor to receive into, for what a sender says of its own."""
+    """Return a function that allocates the tensor to receive into, from the dtype and sizes of a received header."""
 
     def make(dtype_index: int, sizes: tuple[int, ...]) -> torch.Tensor | None:
         found = DTYPES[dtype_index]
