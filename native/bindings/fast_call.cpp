@@ -130,7 +130,7 @@ nb::object new_tensor(std::uint8_t dtype, std::span<const std::int64_t> shape, s
 }
 
 void raise_for(const OpenFastPath& path, const char* operation, nb::handle tensor, nb::handle out,
-               std::initializer_list<Fact> facts) {
+               std::span<const Fact> facts) {
     try {
         const nb::object failure = current_python_exception();
         nb::dict named;

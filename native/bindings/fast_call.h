@@ -84,7 +84,11 @@ using Fact = std::pair<const char*, PyObject*>;  // an argument of a call, for t
 
 // Raises the public error that the engine's Python side makes of the exception being handled.
 void raise_for(const OpenFastPath& path, const char* operation, nb::handle tensor, nb::handle out,
-               std::initializer_list<Fact> facts);
+               std::span<const Fact> facts);
+inline void raise_for(const OpenFastPath& path, const char* operation, nb::handle tensor, nb::handle out,
+                      std::initializer_list<Fact> facts) {
+    raise_for(path, operation, tensor, out, std::span(facts.begin(), facts.size()));
+}
 
 template <class Collective>
 void run(const OpenFastPath& path, std::size_t size, const Collective& collective) {

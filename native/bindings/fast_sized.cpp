@@ -20,7 +20,7 @@ namespace {
 
 // [Note: shared sizes]
 // Such a call is two collectives: a `share` of what each rank knows, and one that moves the elements. The payloads are
-// those of collectives/all_gather.py and gather.py, whose general path makes the same two calls. Where the payloads are
+// those of collectives/all_gather.py, gather.py and objects.py, whose general path makes the same two calls. Where the payloads are
 // not those of plain calls that fit together, a function returns them, as a list of bytes, and the general path goes on
 // from there: it raises the errors. It returns None if nothing has happened, and else the result.
 
@@ -135,8 +135,9 @@ PyObject* move_elements(const OpenFastPath& path, const char* operation, nb::han
     return mark_written(result.ptr()) ? result.release().ptr() : nullptr;
 }
 
-// all_gather_uneven, and gather to `root`; -1 is none.
-PyObject* concatenate(const OpenFastPath& path, const char* name, nb::handle tensor, nb::handle out, int root) {
+// all_gather_uneven, and gather to `root`; -1 is none. `rows_found` gets the rows of each rank, if there is a result.
+PyObject* concatenate(const OpenFastPath& path, const char* name, nb::handle tensor, nb::handle out, int root,
+                      std::vector<std::size_t>* rows_found = nullptr) {
     const bool has_result = root < 0 || root == path.communicator->rank();
     const auto part = view_tensor(tensor.ptr());
     if (!part || part->shape.empty()) Py_RETURN_NONE;
@@ -150,6 +151,7 @@ PyObject* concatenate(const OpenFastPath& path, const char* name, nb::handle ten
     if (!share_payloads(path, name, own.bytes(), payloads)) return nullptr;
     const std::vector<std::size_t> rows = rows_in(payloads, own);
     if (rows.empty()) return as_list(payloads);
+    if (rows_found != nullptr) *rows_found = rows;
     const std::size_t total = std::accumulate(rows.begin(), rows.end(), std::size_t{0});
     const nb::object result = result_of(out, tensor, has_result ? Shape::rows : Shape::nothing, total);
     if (!result.is_valid()) return leave(path, name);
@@ -279,12 +281,92 @@ PyObject* fast_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
                          });
 }
 
+// Objects are their encoding, in a tensor of bytes. The result is a tuple of the joined encodings, which are empty on
+// ranks without a result, and their sizes.
+PyObject* fast_gather_object(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 4) Py_RETURN_NONE;
+    const auto path = find_fast_path(arguments[2], arguments[3]);
+    const bool has_root = arguments[1] != Py_None;
+    const int root = index_of(arguments[1]);
+    if (!path || (has_root && (root < 0 || root >= path->communicator->num_ranks()))) Py_RETURN_NONE;
+    const char* const name = has_root ? "gather_object" : "all_gather_object";
+    std::vector<std::size_t> sizes;
+    const nb::object joined = nb::steal(concatenate(*path, name, arguments[0], nb::none(), root, &sizes));
+    if (!joined.is_valid() || joined.is_none() || nb::isinstance<nb::list>(joined)) return joined.inc_ref().ptr();
+    nb::list each;
+    for (const std::size_t size : sizes) each.append(size);
+    return nb::make_tuple(joined, each).release().ptr();
+}
+
+// The root's sizes in the payloads of broadcast_object and scatter_object, `number` of them, if they are those of calls
+// that fit together: the root from every rank, and from the root also the sizes. See `_sizes_of_root` in
+// collectives/objects.py.
+std::vector<std::size_t> root_sizes_in(const Payloads& payloads, std::int32_t root, std::size_t number) {
+    std::vector<std::int64_t> sizes(number);
+    const std::string& sent = payloads[static_cast<std::size_t>(root)];
+    if (sent.size() != sizeof root + number * sizeof sizes[0]) return {};
+    for (const std::string& payload : payloads)
+        if (payload.size() < sizeof root || std::memcmp(payload.data(), &root, sizeof root) != 0) return {};
+    std::memcpy(sizes.data(), sent.data() + sizeof root, number * sizeof sizes[0]);
+    if (!std::ranges::all_of(sizes, [](std::int64_t size) { return size >= 0 && size <= most_elements; })) return {};
+    return {sizes.begin(), sizes.end()};
+}
+
+// broadcast_object, or scatter_object with a size for each rank. The root passes a tensor of bytes and the sizes of the
+// objects in it; the others None and as many sizes, which are not read. The result is a tensor of bytes: this rank's
+// object.
+PyObject* fast_object_from_root(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 6) Py_RETURN_NONE;
+    const nb::handle encoded = arguments[0];
+    const bool is_scatter = arguments[2] == Py_True;
+    const auto path = find_fast_path(arguments[4], arguments[5]);
+    const std::int32_t root = index_of(arguments[3]);
+    if (!path || root < 0 || root >= path->communicator->num_ranks()) Py_RETURN_NONE;
+    const int own_rank = path->communicator->rank();
+    const bool is_root = own_rank == root;
+    const auto whole = is_root ? view_tensor(encoded.ptr()) : std::nullopt;
+    if (is_root && !whole) Py_RETURN_NONE;
+    const std::byte* const source = whole ? whole->data : nullptr;
+    const std::size_t source_bytes = whole ? whole->count : 0;
+    std::vector<std::int64_t> sizes;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(arguments[1]); ++i)
+        sizes.push_back(PyLong_AsLongLong(PyList_GET_ITEM(arguments[1], i)));
+    std::string own(reinterpret_cast<const char*>(&root), sizeof root);
+    if (is_root) own.append(reinterpret_cast<const char*>(sizes.data()), sizes.size() * sizeof sizes[0]);
+    const char* const name = is_scatter ? "scatter_object" : "broadcast_object";
+    const Rest rest(*path);
+    Payloads payloads;
+    if (!share_payloads(*path, name, own, payloads)) return nullptr;
+    const std::vector<std::size_t> counts = root_sizes_in(payloads, root, sizes.size());
+    if (counts.empty()) return as_list(payloads);
+    const std::size_t size = counts[is_scatter ? static_cast<std::size_t>(own_rank) : 0];
+    const std::array<std::int64_t, 1> shape = {static_cast<std::int64_t>(size)};
+    const nb::object result = is_root && !is_scatter ? nb::borrow(encoded)
+                                                     : new_tensor(static_cast<std::uint8_t>(DType::uint8), shape, size);
+    if (!result.is_valid()) return leave(*path, name);
+    const auto view = view_tensor(result.ptr());
+    if (!view) return as_list(payloads);
+    const auto move = [&](const char* operation, const auto& collective) {
+        return move_elements(rest.path(), operation, is_root ? encoded : result, result,
+                             std::max(view->count, source_bytes), counts, "root", root, collective);
+    };
+    if (!is_scatter)
+        return move("broadcast", [&](Context& context, const Deadline& deadline) {
+            broadcast(context, view->data, view->count, DType::uint8, root, deadline);
+        });
+    return move("scatter", [&](Context& context, const Deadline& deadline) {
+        scatter(context, view->data, source, counts, DType::uint8, root, deadline);
+    });
+}
+
 }  // namespace
 
 PyMethodDef sized_functions[] = {
     fast_method<fast_all_gather_uneven>("fast_all_gather_uneven"),
     fast_method<fast_gather>("fast_gather"),
     fast_method<fast_scatter>("fast_scatter"),
+    fast_method<fast_gather_object>("fast_gather_object"),
+    fast_method<fast_object_from_root>("fast_object_from_root"),
     {nullptr, nullptr, 0, nullptr},
 };
 

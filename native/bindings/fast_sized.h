@@ -1,4 +1,5 @@
-// The fast paths of collectives in which ranks first share their sizes: all_gather_uneven, gather and scatter.
+// The fast paths of collectives in which ranks first share their sizes: all_gather_uneven, gather, scatter, and
+// those of objects.
 #pragma once
 
 #include <Python.h>

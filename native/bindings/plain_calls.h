@@ -151,40 +151,49 @@ bool run_all_to_all_if_plain(const Communicator& self, nb::handle tensor, nb::ha
 struct PartViews {
     std::vector<const std::byte*> sources;
     std::vector<std::byte*> outs;
-    std::size_t part = 0;  // elements of each
-    DType dtype{};
+    std::size_t part;  // elements of each
+    DType dtype;
 };
+
+// Whether an output overlaps another tensor.
+inline bool any_overlap(std::span<const TensorView> outs, std::span<const TensorView> sources) {
+    struct Range {
+        const std::byte* start;
+        const std::byte* end;
+        bool is_out;
+    };
+    std::vector<Range> ranges;
+    for (const bool is_out : {false, true})
+        for (const TensorView& each : is_out ? outs : sources)
+            if (each.count != 0) ranges.push_back({each.data, each.data + each.count * size_of(each.dtype), is_out});
+    std::ranges::sort(ranges, std::less(), &Range::start);
+    // In this order each needs to begin after the last output before it, an output after any tensor.
+    const std::byte* end_of_any = nullptr;
+    const std::byte* end_of_outs = nullptr;
+    for (const Range& range : ranges) {
+        if (range.start < (range.is_out ? end_of_any : end_of_outs)) return true;
+        end_of_any = std::max(end_of_any, range.end);
+        if (range.is_out) end_of_outs = std::max(end_of_outs, range.end);
+    }
+    return false;
+}
 
 // The parts of an all_to_all of lists; nothing unless all are plain and alike, and no output overlaps another tensor.
 inline std::optional<PartViews> view_parts(std::span<const nb::object> tensors, std::span<const nb::object> outs) {
-    const auto first = view_tensor(tensors[0].ptr());
-    if (!first) return std::nullopt;
-    PartViews parts;
-    parts.part = first->count;
-    parts.dtype = first->dtype;
-    std::vector<std::pair<const std::byte*, bool>> starts;  // and whether it is an output
+    std::vector<TensorView> sources, targets;
     for (const bool is_out : {false, true}) {
         for (const nb::object& tensor : is_out ? outs : tensors) {
             const auto view = view_tensor(tensor.ptr());
-            if (!view || view->dtype != first->dtype || !std::ranges::equal(view->shape, first->shape))
+            if (!view) return std::nullopt;
+            (is_out ? targets : sources).push_back(*view);
+            if (view->dtype != sources[0].dtype || !std::ranges::equal(view->shape, sources[0].shape))
                 return std::nullopt;
-            if (is_out)
-                parts.outs.push_back(view->data);
-            else
-                parts.sources.push_back(view->data);
-            starts.emplace_back(view->data, is_out);
         }
     }
-    // In the order of addresses each needs to begin after the last output before it, an output after any tensor.
-    std::ranges::sort(starts);
-    const std::size_t size = first->count * size_of(first->dtype);
-    const std::byte* end_of_any = nullptr;
-    const std::byte* end_of_outs = nullptr;
-    for (const auto& [start, is_out] : starts) {
-        if (size != 0 && start < (is_out ? end_of_any : end_of_outs)) return std::nullopt;
-        end_of_any = start + size;
-        if (is_out) end_of_outs = start + size;
-    }
+    if (any_overlap(targets, sources)) return std::nullopt;
+    PartViews parts{.sources = {}, .outs = {}, .part = sources[0].count, .dtype = sources[0].dtype};
+    for (const TensorView& view : sources) parts.sources.push_back(view.data);
+    for (const TensorView& view : targets) parts.outs.push_back(view.data);
     return parts;
 }
 

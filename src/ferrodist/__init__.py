@@ -91,6 +91,12 @@ if TYPE_CHECKING:
     from ferrodist.collectives.p2p import recv_into as recv_into
     from ferrodist.collectives.p2p import send as send
     from ferrodist.collectives.p2p import sendrecv as sendrecv
+    from ferrodist.collectives.prepared import PreparedCollective as PreparedCollective
+    from ferrodist.collectives.prepared import prepare_all_gather as prepare_all_gather
+    from ferrodist.collectives.prepared import prepare_all_to_all as prepare_all_to_all
+    from ferrodist.collectives.prepared import prepare_allreduce as prepare_allreduce
+    from ferrodist.collectives.prepared import prepare_broadcast as prepare_broadcast
+    from ferrodist.collectives.prepared import prepare_reduce_scatter as prepare_reduce_scatter
     from ferrodist.collectives.reduce import allreduce as allreduce
     from ferrodist.collectives.reduce import async_allreduce as async_allreduce
     from ferrodist.collectives.reduce import async_broadcast as async_broadcast
@@ -203,6 +209,8 @@ _NAMES_BY_MODULE = {
     "collectives.gather": "gather scatter",
     "collectives.objects": "all_gather_object broadcast_object gather_object recv_object scatter_object send_object",
     "collectives.p2p": "batch recv recv_into send sendrecv",
+    "collectives.prepared": "PreparedCollective prepare_all_gather prepare_all_to_all prepare_allreduce"
+    " prepare_broadcast prepare_reduce_scatter",
     "collectives.reduce": "allreduce async_allreduce async_broadcast broadcast gpu_allreduce gpu_broadcast reduce",
     "collectives.reduce_op": "ReduceOp premultiplied_sum",
     "collectives.symmetric_memory": "empty_symmetric",

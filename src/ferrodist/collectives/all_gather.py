@@ -75,7 +75,7 @@ def all_gather(
     if is_profiling() and not is_recorded():
         return record(all_gather, tensor, dim, group=group, out=out, timeout=timeout)
     result = compiled.fast_all_gather(tensor, dim, group, out, timeout)
-    return execute(_all_gather(tensor, dim, group, out, timeout)) if result is None else result
+    return execute(all_gather_call(tensor, dim, group, out, timeout)) if result is None else result
 
 
 @profiled
@@ -89,7 +89,7 @@ def async_all_gather(
 ) -> PendingCollective[torch.Tensor]:
     """Start `all_gather`."""
     pending = start_all_gather(tensor, dim, group, out) if timeout is None else None
-    return submit(_all_gather(tensor, dim, group, out, timeout)) if pending is None else pending
+    return submit(all_gather_call(tensor, dim, group, out, timeout)) if pending is None else pending
 
 
 def all_gather_uneven(
@@ -135,7 +135,7 @@ def all_gather_uneven(
     check_out(out, tensor, dtype=tensor.dtype)
     deadline = Deadline(limit, elapsed=time.monotonic() - began)
     sizes = share_sizes("all_gather_uneven", tensor, dim, chosen, limit, payloads=result)
-    return execute(_all_gather(tensor, dim, chosen, out, deadline.remaining(), sizes))
+    return execute(all_gather_call(tensor, dim, chosen, out, deadline.remaining(), sizes))
 
 
 _DEVICES = ("on the CPU", "on a GPU")
@@ -172,7 +172,7 @@ def share_sizes(
     return [each[0] for each in shared]
 
 
-def _all_gather(  # noqa: PLR0917 - the public signature
+def all_gather_call(  # noqa: PLR0917 - the public signature
     tensor: torch.Tensor,
     dim: int,
     group: Backend | None,
@@ -180,6 +180,7 @@ def _all_gather(  # noqa: PLR0917 - the public signature
     timeout: float | None,
     sizes: Sequence[int] | None = None,
 ) -> PreparedCall[torch.Tensor]:
+    """Check the arguments of `all_gather` and return the call, which has not been run; raises what that does."""
     check_tensor(tensor, in_graphs=True)
     tensor = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
     dim = check_dim(tensor, dim)
@@ -239,7 +240,7 @@ def reduce_scatter(
     if is_profiling() and not is_recorded():
         return record(reduce_scatter, tensor, op, dim=dim, group=group, out=out, timeout=timeout)
     result = compiled.fast_reduce_scatter(tensor, op, dim, group, out, timeout)
-    return execute(_reduce_scatter(tensor, op, dim, group, out, timeout)) if result is None else result
+    return execute(reduce_scatter_call(tensor, op, dim, group, out, timeout)) if result is None else result
 
 
 @profiled
@@ -254,7 +255,7 @@ def async_reduce_scatter(
 ) -> PendingCollective[torch.Tensor]:
     """Start `reduce_scatter`."""
     pending = start_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
-    return submit(_reduce_scatter(tensor, op, dim, group, out, timeout)) if pending is None else pending
+    return submit(reduce_scatter_call(tensor, op, dim, group, out, timeout)) if pending is None else pending
 
 
 @profiled
@@ -276,7 +277,7 @@ def all_gather_with_sizes(
     """`all_gather_uneven` with known sizes: rank r's tensor has ``sizes[r]`` along ``dim``."""
     if is_profiling() and not is_recorded():
         return record(all_gather_with_sizes, tensor, sizes, dim=dim, group=group, timeout=timeout)
-    return execute(_all_gather(tensor, dim, group, None, timeout, sizes))
+    return execute(all_gather_call(tensor, dim, group, None, timeout, sizes))
 
 
 def reduce_scatter_with_sizes(
@@ -285,10 +286,10 @@ def reduce_scatter_with_sizes(
     """`reduce_scatter` with given sizes: rank r gets ``sizes[r]`` along ``dim``. SUM is the gradient of all_gather."""
     if is_profiling() and not is_recorded():
         return record(reduce_scatter_with_sizes, tensor, sizes, op, dim=dim, group=group)
-    return execute(_reduce_scatter(tensor, op, dim, group, None, None, sizes))
+    return execute(reduce_scatter_call(tensor, op, dim, group, None, None, sizes))
 
 
-def _reduce_scatter(  # noqa: PLR0917 - the public signature
+def reduce_scatter_call(  # noqa: PLR0917 - the public signature
     tensor: torch.Tensor,
     op: Op,
     dim: int,
@@ -297,6 +298,7 @@ def _reduce_scatter(  # noqa: PLR0917 - the public signature
     timeout: float | None,
     sizes: Sequence[int] | None = None,
 ) -> PreparedCall[torch.Tensor]:
+    """Check the arguments of `reduce_scatter` and return the call, which has not been run; raises what that does."""
     check_tensor(tensor, in_graphs=True)
     check_reduction(tensor.dtype, op)
     dim = check_dim(tensor, dim)

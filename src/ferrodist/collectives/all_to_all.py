@@ -94,7 +94,7 @@ def all_to_all(
         results: list[torch.Tensor] | None = compiled.fast_all_to_all_list(tensors, group, out, timeout)
         if results is not None:
             return results
-    return execute(_all_to_all(tensors, group, out, timeout))
+    return execute(all_to_all_call(tensors, group, out, timeout))
 
 
 @profiled
@@ -110,15 +110,16 @@ def async_all_to_all(
         pending: PendingCollective[torch.Tensor | list[torch.Tensor]] | None = start_all_to_all(tensors, group, out)
         if pending is not None:
             return pending
-    return submit(_all_to_all(tensors, group, out, timeout))
+    return submit(all_to_all_call(tensors, group, out, timeout))
 
 
-def _all_to_all(
+def all_to_all_call(
     tensors: torch.Tensor | Sequence[torch.Tensor],
     group: Backend | None,
     out: torch.Tensor | Sequence[torch.Tensor] | None,
     timeout: float | None,
 ) -> PreparedCall[torch.Tensor | list[torch.Tensor]]:
+    """Check the arguments of `all_to_all` and return the call, which has not been run; raises what that does."""
     chosen, limit = group_and_timeout(group, timeout)
     size = chosen.world_size
     if isinstance(tensors, torch.Tensor):

@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 import torch
 
+from ferrodist.backends.native.binding import compiled
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.collectives.all_gather import all_gather_with_sizes, share_sizes
 from ferrodist.collectives.arguments import check_root, check_tensor, group_and_timeout, prepare_out, python_value
@@ -71,7 +72,7 @@ def _check_values(values: Iterable[Any]) -> None:
         if set(map(type, members)) <= _PLAIN:
             continue
         for value in members:
-            if type(python_value(value)) in _PLAIN:
+            if type(value) is not dict and type(python_value(value)) in _PLAIN:
                 continue
             if isinstance(value, (list, tuple)):
                 left.append(value)
@@ -87,6 +88,8 @@ def _check_values(values: Iterable[Any]) -> None:
 
 
 def _check_keys(keys: Iterable[Any]) -> None:
+    if set(map(type, keys)) <= _PLAIN:  # nearly always
+        return
     while others := [key for key in keys if type(python_value(key)) not in _PLAIN]:
         for key in others:
             if not isinstance(key, tuple):
@@ -118,9 +121,13 @@ def all_gather_object(
     chosen, limit = group_and_timeout(group, timeout)
     encoded = _encode(value, allow_pickle)
     deadline = Deadline(limit)
-    sizes = share_sizes("all_gather_object", encoded, 0, chosen, limit)
-    joined = all_gather_with_sizes(encoded, sizes, dim=0, group=chosen, timeout=deadline.remaining())
-    return _decode_all(dict(enumerate(torch.split(joined, sizes))), allow_pickle, chosen)
+    found = compiled.fast_gather_object(encoded, None, chosen, limit)
+    if type(found) is tuple:
+        joined, sizes = found
+    else:
+        sizes = share_sizes("all_gather_object", encoded, 0, chosen, limit, payloads=found)
+        joined = all_gather_with_sizes(encoded, sizes, dim=0, group=chosen, timeout=deadline.remaining())
+    return _decode_all(_split(joined, sizes), allow_pickle, chosen)
 
 
 @profiled
@@ -139,13 +146,16 @@ def broadcast_object(
     """
     chosen, limit = group_and_timeout(group, timeout)
     root = check_root(chosen, root, "root")
-    encoded = _encode(value, allow_pickle) if chosen.rank == root else _no_object()
+    encoded = _checked(_to_bytes(value, allow_pickle) if chosen.rank == root else None)
     deadline = Deadline(limit)
-    (size,) = _sizes_of_root("broadcast_object", [encoded.numel()], root, chosen, deadline)
-    if chosen.rank != root:
-        encoded = prepare_out(None, (size,), torch.uint8).flat
-    received = broadcast(encoded, root, group=chosen, timeout=deadline.remaining())
-    return _decode_all({root: received}, allow_pickle, chosen)[0]
+    sizes = [encoded.numel()]
+    received = compiled.fast_object_from_root(encoded, sizes, False, root, chosen, limit)
+    if not isinstance(received, torch.Tensor):
+        (size,) = _sizes_of_root("broadcast_object", sizes, root, chosen, deadline, payloads=received)
+        if chosen.rank != root:
+            encoded = prepare_out(None, (size,), torch.uint8).flat
+        received = broadcast(encoded, root, group=chosen, timeout=deadline.remaining())
+    return _decode_all({root: _view(received)}, allow_pickle, chosen)[0]
 
 
 @profiled
@@ -161,11 +171,15 @@ def gather_object(
     dst = check_root(chosen, dst, "dst")
     encoded = _encode(value, allow_pickle)
     deadline = Deadline(limit)
-    sizes = share_sizes("gather_object", encoded, 0, chosen, limit)
-    joined = gather_with_sizes(encoded, sizes, dst, dim=0, group=chosen, timeout=deadline.remaining())
+    found = compiled.fast_gather_object(encoded, dst, chosen, limit)
+    if type(found) is tuple:
+        joined, sizes = found
+    else:
+        sizes = share_sizes("gather_object", encoded, 0, chosen, limit, payloads=found)
+        joined = gather_with_sizes(encoded, sizes, dst, dim=0, group=chosen, timeout=deadline.remaining())
     if chosen.rank != dst:
         return None
-    return _decode_all(dict(enumerate(torch.split(joined, sizes))), allow_pickle, chosen)
+    return _decode_all(_split(joined, sizes), allow_pickle, chosen)
 
 
 @profiled
@@ -187,19 +201,24 @@ def scatter_object(
     """
     chosen, limit = group_and_timeout(group, timeout)
     src = check_root(chosen, src, "src")
-    parts = [_no_object()] * chosen.world_size
+    objects, sizes = None, [0] * chosen.world_size
     if chosen.rank == src:
         given = list(values) if isinstance(values, Iterable) else []
         if len(given) != chosen.world_size:
             raise ValueError(f"rank {src} scatters: pass one object for each rank there, {chosen.world_size} in all")
-        parts = [_encode(value, allow_pickle) for value in given]
+        objects = [_to_bytes(value, allow_pickle) for value in given]
+        sizes = [len(each) for each in objects]
+    whole = _checked(None if objects is None else bytearray().join(objects))
     deadline = Deadline(limit)
-    sizes = [part.numel() for part in parts]
-    counts = _sizes_of_root("scatter_object", sizes, src, chosen, deadline, root_name="src")
-    whole = torch.cat(parts) if chosen.rank == src else None
-    mine = prepare_out(None, (counts[chosen.rank],), torch.uint8)
-    part = scatter_with_sizes(whole, mine, counts, src, dim=0, group=chosen, timeout=deadline.remaining())
-    return _decode_all({src: part}, allow_pickle, chosen)[0]
+    part = None
+    if _fit_in_payload(sizes):
+        part = compiled.fast_object_from_root(whole, sizes, True, src, chosen, limit)
+    if not isinstance(part, torch.Tensor):
+        counts = _sizes_of_root("scatter_object", sizes, src, chosen, deadline, root_name="src", payloads=part)
+        mine = prepare_out(None, (counts[chosen.rank],), torch.uint8)
+        source = None if objects is None else whole
+        part = scatter_with_sizes(source, mine, counts, src, dim=0, group=chosen, timeout=deadline.remaining())
+    return _decode_all({src: _view(part)}, allow_pickle, chosen)[0]
 
 
 @profiled
@@ -252,7 +271,7 @@ def recv_object(
     object that can't be decoded is lost, and the group goes on.
     """
     data, source = recv(None, torch.uint8, src, tag=tag, group=group, timeout=timeout, return_source=True)
-    load = _loader(data, allow_pickle)
+    load = _loader(_view(data), allow_pickle)
     try:
         value = load()
     except Exception as error:
@@ -262,30 +281,39 @@ def recv_object(
 
 _MSGPACK, _PICKLE = b"m", b"p"
 
+_encoder = msgspec.msgpack.Encoder(enc_hook=_replace)
+_decoder = msgspec.msgpack.Decoder()
+
 _ROOT = struct.Struct("<i")
 
 
-def _no_object() -> torch.Tensor:
-    """The encoded object of a rank without one; raises where collectives are refused."""
-    empty = prepare_out(None, (0,), torch.uint8).flat
-    check_tensor(empty, "the object")
-    return empty
+def _fit_in_payload(sizes: Sequence[int]) -> bool:
+    """True if the root's sizes fit in the payload of a `share`."""
+    return _ROOT.size + 8 * len(sizes) <= MAX_PAYLOAD
 
 
 def _sizes_of_root(
-    operation: str, sizes: Sequence[int], root: int, group: Backend, deadline: Deadline, *, root_name: str = "root"
+    operation: str,
+    sizes: Sequence[int],
+    root: int,
+    group: Backend,
+    deadline: Deadline,
+    *,
+    root_name: str = "root",
+    payloads: Sequence[bytes] | None = None,
 ) -> tuple[int, ...]:
     """Share the root's sizes, in the payload of a `share` if they fit, else in a broadcast.
 
-    The other ranks pass as many, which are not read.
+    The other ranks pass as many, which are not read. ``payloads`` are what the ranks have shared, if they have.
     """
-    refuse_in_coalesce(operation)
     numbers = struct.Struct(f"<{len(sizes)}q")
-    fits = _ROOT.size + numbers.size <= MAX_PAYLOAD
-    payload = _ROOT.pack(root)
-    if fits and group.rank == root:
-        payload += numbers.pack(*sizes)
-    payloads = share_bytes(group, operation, payload, deadline.remaining())
+    fits = _fit_in_payload(sizes)
+    if payloads is None:
+        refuse_in_coalesce(operation)
+        payload = _ROOT.pack(root)
+        if fits and group.rank == root:
+            payload += numbers.pack(*sizes)
+        payloads = share_bytes(group, operation, payload, deadline.remaining())
     roots = [root for (root,) in unpack_payloads(_ROOT, payloads, group, operation)]
     if len(set(roots)) > 1:
         calls = (f"rank {rank} called {operation}({root_name}={r})" for rank, r in enumerate(roots))
@@ -302,22 +330,34 @@ def _sizes_of_root(
 
 
 def _encode(value: Any, allow_pickle: bool) -> torch.Tensor:  # noqa: FBT001 - the user's keyword, passed on
+    return _checked(_to_bytes(value, allow_pickle))
+
+
+def _checked(encoded: bytearray | None) -> torch.Tensor:
+    """Encoded objects as a tensor, an empty one for None; raises where collectives are refused."""
+    if encoded is None:
+        found = torch.empty(0, dtype=torch.uint8, device="cpu")
+    else:
+        found = torch.frombuffer(encoded, dtype=torch.uint8)
+    check_tensor(found, "the object")
+    return found
+
+
+def _to_bytes(value: Any, allow_pickle: bool) -> bytearray:  # noqa: FBT001 - the user's keyword, passed on
     try:
-        data = _PICKLE + pickle.dumps(value) if allow_pickle else _MSGPACK + _to_msgpack(value)
+        return bytearray(_PICKLE + pickle.dumps(value)) if allow_pickle else _to_msgpack(value)
     except RecursionError as error:
         raise ValueError(
             f"this {type(value).__name__} is nested too deeply to be sent ({error}): send it flat, or in parts"
         ) from error
-    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    check_tensor(encoded, "the object")
-    return encoded
 
 
-def _to_msgpack(value: Any) -> bytes:
-    """Encode plain data; raises TypeError for data outside of the module's table."""
+def _to_msgpack(value: Any) -> bytearray:
+    """Encode plain data, after `_MSGPACK`; raises TypeError for data outside of the module's table."""
+    data = bytearray(_MSGPACK)
     try:
         # First: the walk after it ends only for values that are not nested in themselves.
-        data = msgspec.msgpack.encode(value, enc_hook=_replace)
+        _encoder.encode_into(value, data, len(_MSGPACK))
         _check_values([value])
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
@@ -327,7 +367,20 @@ def _to_msgpack(value: Any) -> bytes:
     return data
 
 
-def _decode_all(parts: Mapping[int, torch.Tensor], allow_pickle: bool, group: Backend) -> list[Any]:  # noqa: FBT001
+def _view(data: torch.Tensor) -> memoryview:
+    return memoryview(data.numpy())
+
+
+def _split(joined: torch.Tensor, sizes: Sequence[int]) -> dict[int, memoryview]:
+    """The encoded object of each rank."""
+    view, start, parts = _view(joined), 0, {}
+    for rank, size in enumerate(sizes):
+        parts[rank] = view[start : start + size]
+        start += size
+    return parts
+
+
+def _decode_all(parts: Mapping[int, memoryview], allow_pickle: bool, group: Backend) -> list[Any]:  # noqa: FBT001
     """Decode the objects of a collective, by sender; aborts the group on failure, for other ranks may go on."""
     values = []
     for sender, load in {rank: _loader(part, allow_pickle) for rank, part in parts.items()}.items():
@@ -343,14 +396,15 @@ def _decode_all(parts: Mapping[int, torch.Tensor], allow_pickle: bool, group: Ba
     return values
 
 
-def _loader(data: torch.Tensor, allow_pickle: bool) -> Callable[[], Any]:  # noqa: FBT001 - the user's keyword
+def _loader(data: memoryview, allow_pickle: bool) -> Callable[[], Any]:  # noqa: FBT001 - the user's keyword
     """Return the function that decodes an object; raises unless this rank may decode it."""
-    raw = data.numpy().tobytes()
-    codec, content = raw[:1], raw[1:]
-    if codec not in (_MSGPACK, _PICKLE):
+    codec, content = data[:1], data[1:]
+    if codec == _MSGPACK:
+        return partial(_decoder.decode, content)
+    if codec != _PICKLE:
         raise ProtocolError("what another rank sent is not an object: receive it with recv()")
-    if codec == _PICKLE and not allow_pickle:
+    if not allow_pickle:
         raise ProtocolError(
             "another rank sent a pickle; pass allow_pickle=True to run what it says, on all ranks or none"
         )
-    return partial(pickle.loads if codec == _PICKLE else msgspec.msgpack.decode, content)
+    return partial(pickle.loads, content)

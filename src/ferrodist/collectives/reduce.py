@@ -74,7 +74,7 @@ def allreduce(
         return record(allreduce, tensor, op, group=group, out=out, timeout=timeout)
     # Plain calls go straight into C++, native/bindings/fast_path.cpp; None: they take the general path.
     result = compiled.fast_allreduce(tensor, op, group, out, timeout)
-    return execute(_allreduce(tensor, op, group, out, timeout)) if result is None else result
+    return execute(allreduce_call(tensor, op, group, out, timeout)) if result is None else result
 
 
 @profiled
@@ -88,12 +88,13 @@ def async_allreduce(
 ) -> PendingCollective[torch.Tensor]:
     """Start `allreduce`."""
     pending = start_allreduce(tensor, op, group, out) if timeout is None else None
-    return submit(_allreduce(tensor, op, group, out, timeout)) if pending is None else pending
+    return submit(allreduce_call(tensor, op, group, out, timeout)) if pending is None else pending
 
 
-def _allreduce(
+def allreduce_call(
     tensor: torch.Tensor, op: Op, group: Backend | None, out: torch.Tensor | None, timeout: float | None
 ) -> PreparedCall[torch.Tensor]:
+    """Check the arguments of `allreduce` and return the call, which has not been run; raises what that does."""
     check_tensor(tensor, in_graphs=True)
     check_reduction(tensor.dtype, op)
     chosen, limit = group_and_timeout(group, timeout)
@@ -247,7 +248,7 @@ def broadcast(
     if is_profiling() and not is_recorded():
         return record(broadcast, tensor, root, group=group, out=out, timeout=timeout)
     result = compiled.fast_broadcast(tensor, root, group, out, timeout)
-    return execute(_broadcast(tensor, root, group, out, timeout)) if result is None else result
+    return execute(broadcast_call(tensor, root, group, out, timeout)) if result is None else result
 
 
 @profiled
@@ -261,12 +262,13 @@ def async_broadcast(
 ) -> PendingCollective[torch.Tensor]:
     """Start `broadcast`."""
     pending = start_broadcast(tensor, root, group, out) if timeout is None else None
-    return submit(_broadcast(tensor, root, group, out, timeout)) if pending is None else pending
+    return submit(broadcast_call(tensor, root, group, out, timeout)) if pending is None else pending
 
 
-def _broadcast(
+def broadcast_call(
     tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None, timeout: float | None
 ) -> PreparedCall[torch.Tensor]:
+    """Check the arguments of `broadcast` and return the call, which has not been run; raises what that does."""
     check_tensor(tensor, in_graphs=True)
     chosen, limit = group_and_timeout(group, timeout)
     root = check_root(chosen, root, "root")

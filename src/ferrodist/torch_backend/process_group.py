@@ -185,8 +185,18 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         abort_on_unhandled_exception(self.group)
         self.shutdown()
 
-    # Collectives. Those that programs call most try the compiled fast path first, if they have the default timeout:
-    # torch's unset timeout is -1 ms, whose days are negative.
+    # Collectives. They try the compiled fast path first, if they have the default timeout: torch's unset timeout is
+    # -1 ms, whose days are negative.
+
+    @staticmethod
+    def _is_plain(opts: Any) -> bool:
+        """Return whether a call blocks and has the default timeout."""
+        return not opts.asyncOp and opts.timeout.days < 0
+
+    @property
+    def _here(self) -> Backend:
+        """The group of this thread's calls."""
+        return self._levels.current().group
 
     @accept_options(dist.AllreduceOptions, 1, "op", in_lists=True)
     def allreduce(self, tensors: Tensors, opts: Any) -> FerrodistWork:
@@ -217,12 +227,13 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         tensor = only(tensors, "broadcast")
         check_root(self.group, opts.rootRank, "root")
         if opts.timeout.days < 0:
-            level, data = self._levels.current(), tensor.data
+            level = self._levels.current()
             if opts.asyncOp:
+                data = tensor.data
                 started = start_broadcast(data, opts.rootRank, level.group, data)
                 if started is not None:
                     return self._returned(level.work_of(started, [tensor]))
-            elif compiled.fast_broadcast(data, opts.rootRank, level.group, data, None) is not None:
+            elif compiled.fast_broadcast_data(tensor, opts.rootRank, level.group):
                 return self._done
         return self._run(collectives.broadcast(self.group, tensor, opts.rootRank), opts)
 
@@ -231,12 +242,17 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Fold a tensor over the ranks into the root's."""
         tensor = only(tensors, "reduce")
         check_root(self.group, opts.rootRank, "root")
+        op = plain_reduction(opts.reduceOp)
+        if op is not None and self._is_plain(opts) and compiled.fast_reduce_data(tensor, opts.rootRank, op, self._here):
+            return self._done
         return self._run(collectives.reduce(self.group, tensor, opts.rootRank, reduction(opts.reduceOp)), opts)
 
     @accept_options(AllgatherOptions, 2, in_lists=True)
     def allgather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> FerrodistWork:
         """Gather tensors, whose sizes may differ, on every rank."""
         outputs, tensor = only(output_tensors, "allgather"), only(input_tensors, "allgather")
+        if self._is_plain(opts) and compiled.fast_all_gather_data(outputs, tensor, self._here):
+            return self._done
         return self._run_all(collectives.all_gather(self.group, outputs, tensor), opts)
 
     @accept_options(AllgatherOptions, 2)
@@ -251,14 +267,15 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @accept_options(AllgatherOptions, 2)
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Gather tensors into one on every rank."""
-        if opts.timeout.days < 0 and output.is_contiguous() and tensor.is_contiguous():
-            level, out, data = self._levels.current(), output.data.view(-1), tensor.data.view(-1)
-            if opts.asyncOp:
-                started = start_all_gather(data, 0, level.group, out)
+        if opts.timeout.days < 0:
+            level = self._levels.current()
+            if not opts.asyncOp:
+                if compiled.fast_all_gather_data(output, tensor, level.group):
+                    return self._done
+            elif output.is_contiguous() and tensor.is_contiguous():
+                started = start_all_gather(tensor.data.view(-1), 0, level.group, output.data.view(-1))
                 if started is not None:
                     return self._returned(level.work_of(started, [output]))
-            elif compiled.fast_all_gather(data, 0, level.group, out, None) is not None:
-                return self._done
         return self._run(collectives.all_gather_single(self.group, output, tensor), opts)
 
     @accept_options(AllgatherOptions, 2)
@@ -272,6 +289,8 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         check_root(self.group, opts.rootRank, "root")
         outputs = only(output_tensors, "gather") if self.group.rank == opts.rootRank else None
         tensor = only(input_tensors, "gather")
+        if self._is_plain(opts) and compiled.fast_gather_data(outputs, tensor, opts.rootRank, self._here):
+            return self._done
         return self._run(collectives.gather(self.group, outputs, tensor, opts.rootRank), opts)
 
     @accept_options(dist.GatherOptions, 2, "root")
@@ -279,6 +298,8 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Gather tensors into one on the root; ``output`` is not used on other ranks."""
         check_root(self.group, opts.rootRank, "root")
         at_root = output if self.group.rank == opts.rootRank else None
+        if self._is_plain(opts) and compiled.fast_gather_data(at_root, tensor, opts.rootRank, self._here):
+            return self._done
         return self._run(collectives.gather(self.group, at_root, tensor, opts.rootRank), opts)
 
     @accept_options(dist.ScatterOptions, 2, "root")
@@ -286,6 +307,8 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Scatter the root's tensor; ``tensor`` is not used on other ranks."""
         check_root(self.group, opts.rootRank, "root")
         at_root = tensor if self.group.rank == opts.rootRank else None
+        if self._is_plain(opts) and compiled.fast_scatter_data(output, at_root, opts.rootRank, self._here):
+            return self._done
         return self._run(collectives.scatter(self.group, output, at_root, opts.rootRank), opts)
 
     @accept_options(dist.ScatterOptions, 2, "root", in_lists=True)
@@ -294,26 +317,36 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         check_root(self.group, opts.rootRank, "root")
         inputs = only(input_tensors, "scatter") if self.group.rank == opts.rootRank else None
         tensor = only(output_tensors, "scatter")
+        if self._is_plain(opts) and compiled.fast_scatter_data(tensor, inputs, opts.rootRank, self._here):
+            return self._done
         return self._run(collectives.scatter(self.group, tensor, inputs, opts.rootRank), opts)
 
     @accept_options(dist.ReduceScatterOptions, 2, "op", in_lists=True)
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> FerrodistWork:
         """Fold lists of tensors, whose sizes may differ, over the ranks; rank r gets the r-th."""
         output, inputs = only(output_tensors, "reduce_scatter"), only(input_tensors, "reduce_scatter")
+        op = plain_reduction(opts.reduceOp)
+        if (
+            op is not None
+            and self._is_plain(opts)
+            and compiled.fast_reduce_scatter_data(output, inputs, op, self._here)
+        ):
+            return self._done
         return self._run_all(collectives.reduce_scatter(self.group, output, inputs, reduction(opts.reduceOp)), opts)
 
     @accept_options(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks; rank r gets the r-th part."""
         op = plain_reduction(opts.reduceOp)
-        if op is not None and opts.timeout.days < 0 and output.is_contiguous() and tensor.is_contiguous():
-            level, out, data = self._levels.current(), output.data.view(-1), tensor.data.view(-1)
-            if opts.asyncOp:
-                started = start_reduce_scatter(data, op, 0, level.group, out)
+        if op is not None and opts.timeout.days < 0:
+            level = self._levels.current()
+            if not opts.asyncOp:
+                if compiled.fast_reduce_scatter_data(output, tensor, op, level.group):
+                    return self._done
+            elif output.is_contiguous() and tensor.is_contiguous():
+                started = start_reduce_scatter(tensor.data.view(-1), op, 0, level.group, output.data.view(-1))
                 if started is not None:
                     return self._returned(level.work_of(started, [output]))
-            elif compiled.fast_reduce_scatter(data, op, 0, level.group, out, None) is not None:
-                return self._done
         call = collectives.reduce_scatter_single(self.group, output, tensor, reduction(opts.reduceOp))
         return self._run(call, opts)
 
@@ -332,6 +365,10 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         opts: Any,
     ) -> FerrodistWork:
         """Send rows of a tensor to each rank, and receive rows from each."""
+        if self._is_plain(opts) and compiled.fast_all_to_all_single_data(
+            output_tensor, input_tensor, output_split_sizes, input_split_sizes, self._here
+        ):
+            return self._done
         call = collectives.all_to_all_single(
             self.group, output_tensor, input_tensor, output_split_sizes, input_split_sizes
         )
@@ -340,12 +377,14 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @accept_options(dist.AllToAllOptions, 2)
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any) -> FerrodistWork:
         """Send a tensor to each rank, and receive one from each."""
+        if self._is_plain(opts) and compiled.fast_all_to_all_data(output_tensors, input_tensors, self._here):
+            return self._done
         return self._run(collectives.all_to_all(self.group, output_tensors, input_tensors), opts)
 
     @accept_options(dist.BarrierOptions, 0)
     def barrier(self, opts: Any) -> FerrodistWork:
         """Wait for all ranks."""
-        if not opts.asyncOp and opts.timeout.days < 0 and compiled.fast_barrier(self._levels.current().group):
+        if self._is_plain(opts) and compiled.fast_barrier(self._here):
             return self._done
         return self._run(collectives.barrier(), opts)
 

@@ -180,7 +180,7 @@ _OBJECT_CALLS: dict[str, Callable[[Backend, object], object]] = {
 @pytest.mark.parametrize("name", _OBJECT_CALLS)
 def test_objects_that_cannot_be_decoded_end_the_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an object can't be decoded the group fails with that: no rank is left waiting for the one that has it."""
-    encode = objects._encode
+    to_bytes = objects._to_bytes
 
     def call(group: Backend) -> None:
         _OBJECT_CALLS[name](group, _DEEP if group.rank == 1 else "fine")
@@ -196,12 +196,8 @@ def test_objects_that_cannot_be_decoded_end_the_group(name: str, monkeypatch: py
 
     monkeypatch.setattr(
         objects,
-        "_encode",
-        lambda value, allow_pickle: (
-            torch.frombuffer(bytearray(_UNDECODABLE), dtype=torch.uint8)
-            if value is _DEEP
-            else encode(value, allow_pickle)
-        ),
+        "_to_bytes",
+        lambda value, allow_pickle: bytearray(_UNDECODABLE) if value is _DEEP else to_bytes(value, allow_pickle),
     )
     run_ranks(on_rank, 2)
 

@@ -13,6 +13,7 @@ NOT_SHOWN = {
     *("DDP", "DTensor", "DiLoCo", "FSDP", "GradientBucket", "LocalSGD", "Pipeline"),
     *("SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d", "convert_sync_batchnorm", "DeviceMesh"),
     *("coalesce", "new_group", "use_group", "empty_symmetric", "gpu_allreduce", "gpu_broadcast"),
+    *(name for name in fd.__all__ if name.startswith("prepare_")),
     *("context_shard", "context_shard_batch", "context_unshard", "ring_attention", "ulysses_attention"),
 }
 """What takes a group and is no call of a collective, or is one by another name."""

@@ -1,0 +1,159 @@
+"""Prepared collectives, which are called many times with the same tensors, as MPI's persistent operations are.
+
+call = fd.prepare_allreduce(tensor)
+for _ in range(1000):
+    ...  # changes the elements of `tensor`
+    total = call()
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.backends.native.binding import compiled
+from ferrodist.collectives.all_gather import all_gather, all_gather_call, reduce_scatter, reduce_scatter_call
+from ferrodist.collectives.all_to_all import all_to_all, all_to_all_call
+from ferrodist.collectives.arguments import check_tensor, group_and_timeout
+from ferrodist.collectives.reduce import allreduce, allreduce_call, broadcast, broadcast_call
+from ferrodist.collectives.reduce_op import Op, ReduceOp
+from ferrodist.torch_private.profiling import is_profiling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.collectives.work import PreparedCall
+
+
+class PreparedCollective:
+    """A collective whose arguments have been checked; calling it runs it and returns its result.
+
+    It reads what its tensor contains at the time of the call, and its result is the same tensor each time. It takes the
+    place of a call of the collective's function, in the same order on all ranks; other ranks may call the function.
+    Each call finds out whether a tensor has been resized since, and then raises what the function raises.
+    """
+
+    __slots__ = ("_arguments", "_fast", "_general", "_out")
+
+    def __init__(
+        self,
+        fast: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        general: Callable[[], torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        self._fast = fast
+        self._arguments = arguments
+        self._general = general
+        self._out = out
+
+    @property
+    def result(self) -> torch.Tensor:
+        """The tensor that each call returns."""
+        return self._out
+
+    def __call__(self) -> torch.Tensor:
+        """Run the collective; raises what its function raises."""
+        if not is_profiling() and self._fast(*self._arguments) is not None:
+            return self._out
+        return self._general()
+
+
+def prepare_allreduce(
+    tensor: torch.Tensor,
+    op: Op = ReduceOp.SUM,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> PreparedCollective:
+    """Prepare an `allreduce`. Nothing is sent until it is called.
+
+    Args:
+        tensor: As for `allreduce`, but without gradients.
+        op: The reduction.
+        group: The group; None is the default group at this time.
+        out: The output tensor, which may be ``tensor``; None makes one, for all calls.
+        timeout: Seconds, of each call; None takes the group's.
+
+    Raises:
+        RuntimeError: ``tensor`` needs gradients. Or as for `allreduce`, for wrong arguments.
+        TypeError, ValueError, NotImplementedError, UnsupportedOpError: As for `allreduce`, for wrong arguments.
+    """
+    group, _ = group_and_timeout(group, timeout)
+    out = _checked_out(partial(allreduce_call, tensor, op, group), out, timeout)
+    general = partial(allreduce, tensor, op, group=group, out=out, timeout=timeout)
+    return PreparedCollective(compiled.fast_allreduce, (tensor, op, group, out, timeout), general, out)
+
+
+def prepare_broadcast(
+    tensor: torch.Tensor,
+    root: int = 0,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> PreparedCollective:
+    """Prepare a `broadcast`; see `prepare_allreduce`."""
+    group, _ = group_and_timeout(group, timeout)
+    out = _checked_out(partial(broadcast_call, tensor, root, group), out, timeout)
+    general = partial(broadcast, tensor, root, group=group, out=out, timeout=timeout)
+    return PreparedCollective(compiled.fast_broadcast, (tensor, root, group, out, timeout), general, out)
+
+
+def prepare_all_gather(
+    tensor: torch.Tensor,
+    dim: int = 0,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> PreparedCollective:
+    """Prepare an `all_gather`; see `prepare_allreduce`."""
+    group, _ = group_and_timeout(group, timeout)
+    out = _checked_out(partial(all_gather_call, tensor, dim, group), out, timeout)
+    general = partial(all_gather, tensor, dim, group=group, out=out, timeout=timeout)
+    return PreparedCollective(compiled.fast_all_gather, (tensor, dim, group, out, timeout), general, out)
+
+
+def prepare_reduce_scatter(
+    tensor: torch.Tensor,
+    op: Op = ReduceOp.SUM,
+    *,
+    dim: int = 0,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> PreparedCollective:
+    """Prepare a `reduce_scatter`; see `prepare_allreduce`."""
+    group, _ = group_and_timeout(group, timeout)
+    out = _checked_out(partial(reduce_scatter_call, tensor, op, dim, group), out, timeout)
+    general = partial(reduce_scatter, tensor, op, dim=dim, group=group, out=out, timeout=timeout)
+    return PreparedCollective(compiled.fast_reduce_scatter, (tensor, op, dim, group, out, timeout), general, out)
+
+
+def prepare_all_to_all(
+    tensor: torch.Tensor,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> PreparedCollective:
+    """Prepare an `all_to_all` of one tensor; see `prepare_allreduce`."""
+    check_tensor(tensor)
+    group, _ = group_and_timeout(group, timeout)
+    out = _checked_out(partial(all_to_all_call, tensor, group), out, timeout)
+    general = partial(all_to_all, tensor, group=group, out=out, timeout=timeout)
+    return PreparedCollective(compiled.fast_all_to_all, (tensor, group, out, timeout), general, out)
+
+
+def _checked_out(
+    make_call: Callable[..., PreparedCall[Any]], out: torch.Tensor | None, timeout: float | None
+) -> torch.Tensor:
+    """The output tensor, ``out`` or a new one, of a call whose arguments are right; raises for others."""
+    made: torch.Tensor = make_call(None, timeout).finish() if out is None else out
+    make_call(made, timeout)
+    return made

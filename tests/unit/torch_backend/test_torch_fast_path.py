@@ -1,0 +1,255 @@
+"""Every blocking call of torch's by the fast path and by the general one, which meet in all combinations."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from ferrodist.backends.native import is_native_available
+from ferrodist.errors import CollectiveMismatchError
+from ferrodist.testing import run_ranks
+from ferrodist.torch_backend import work
+from ferrodist.torch_backend.process_group import FerrodistProcessGroup
+
+pytestmark = pytest.mark.skipif(
+    not is_native_available(), reason="this installation was built without the native engine"
+)
+
+_COUNTS = (1, 3, 50, 7000)  # elements of a part: inline, in slots, in segments
+
+
+@pytest.fixture
+def fast_path_only(monkeypatch):
+    """Make the general path an error."""
+
+    def refuse(_call):
+        raise AssertionError("a plain call has taken the general path")
+
+    monkeypatch.setattr(work, "execute", refuse)
+
+
+def _plain(tensor):
+    return tensor
+
+
+def _strided(tensor):
+    """The same elements in memory that is not contiguous."""
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+def _parameter(tensor):
+    """The same elements in a tensor that needs gradients, which torch's functions ignore."""
+    return torch.nn.Parameter(tensor.clone())
+
+
+def _part(source, to, count):
+    return torch.arange(count, dtype=torch.float32) + 1000 * source + 10_000 * to
+
+
+def _empty(given, count):
+    return given(torch.full((count,), -1.0))
+
+
+def _options(kind, **fields):
+    """Options of a blocking call."""
+    made = kind()
+    made.asyncOp = False
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def _check_calls(made, given, count):
+    """Make each call with tensors that ``given`` makes; compare with what torch computes."""
+    rank, size = made.rank(), made.size()
+    everyone = range(size)
+    mine = given(_part(rank, 0, count))
+    own = [_part(source, 0, count) for source in everyone]
+    total = torch.stack(own).sum(0)
+
+    def parts(of=count):
+        return [_empty(given, of) for _ in everyone]
+
+    tensor = given(own[rank].clone())
+    made.allreduce([tensor], _options(dist.AllreduceOptions)).wait()
+    assert torch.equal(tensor, total)
+    for root in everyone:
+        tensor = given(own[rank].clone())
+        made.reduce([tensor], _options(dist.ReduceOptions, rootRank=root)).wait()
+        assert torch.equal(tensor, total if rank == root else own[rank])
+        tensor = given(own[rank].clone())
+        made.broadcast([tensor], _options(dist.BroadcastOptions, rootRank=root)).wait()
+        assert torch.equal(tensor, own[root])
+        outputs, whole = parts(), _empty(given, size * count)
+        options = _options(dist.GatherOptions, rootRank=root)
+        made.gather([outputs] if rank == root else [], [mine], options).wait()
+        made.gather_single(whole, mine, options).wait()
+        if rank == root:
+            assert torch.equal(torch.cat(outputs), torch.cat(own))
+            assert torch.equal(whole, torch.cat(own))
+        inputs = [given(_part(root, to, count)) for to in everyone]
+        options = _options(dist.ScatterOptions, rootRank=root)
+        for single in (False, True):
+            tensor = _empty(given, count)
+            if single:
+                made.scatter_single(tensor, given(torch.cat(inputs).detach()), options).wait()
+            else:
+                made.scatter([tensor], [inputs] if rank == root else [], options).wait()
+            assert torch.equal(tensor, _part(root, rank, count))
+    outputs, whole = parts(), _empty(given, size * count)
+    made.allgather([outputs], [mine], _options(AllgatherOptions)).wait()
+    made.all_gather_single(whole, mine, _options(AllgatherOptions)).wait()
+    assert torch.equal(torch.cat(outputs), torch.cat(own))
+    assert torch.equal(whole, torch.cat(own))
+
+    inputs = [given(_part(rank, to, count)) for to in everyone]
+    folded = torch.stack([_part(source, rank, count) for source in everyone]).sum(0)
+    for whole in (None, given(torch.cat(inputs).detach())):
+        tensor = _empty(given, count)
+        if whole is None:
+            made.reduce_scatter([tensor], [inputs], _options(dist.ReduceScatterOptions)).wait()
+        else:
+            made.reduce_scatter_single(tensor, whole, _options(dist.ReduceScatterOptions)).wait()
+        assert torch.equal(tensor, folded)
+
+    arrived = [_part(source, rank, count) for source in everyone]
+    outputs, whole = parts(), _empty(given, size * count)
+    made.alltoall(outputs, inputs, _options(dist.AllToAllOptions)).wait()
+    assert torch.equal(torch.cat(outputs), torch.cat(arrived))
+    made.all_to_all_single(whole, given(torch.cat(inputs).detach()), [], [], _options(dist.AllToAllOptions)).wait()
+    assert torch.equal(whole, torch.cat(arrived))
+    _check_uneven_exchanges(made, given, count)
+
+
+def _check_uneven_exchanges(made, given, count):
+    rank, everyone = made.rank(), range(made.size())
+    rows = [[count * ((source + to) % 2) + to for to in everyone] for source in everyone]
+    sent = [_part(rank, to, 2 * rows[rank][to]) for to in everyone]
+    arrived = [_part(source, rank, 2 * rows[source][rank]) for source in everyone]
+    outputs = [_empty(given, part.numel()) for part in arrived]
+    made.alltoall(outputs, [given(part) for part in sent], _options(dist.AllToAllOptions)).wait()
+    for found, expected in zip(outputs, arrived, strict=True):
+        assert torch.equal(found, expected)
+    whole = given(torch.full((sum(rows[source][rank] for source in everyone), 2), -1.0))
+    received = [rows[source][rank] for source in everyone]
+    # Rank 0 has rows of one element: ranks compare elements.
+    if rank == 0:
+        whole = given(torch.full((2 * sum(received),), -1.0))
+        received = [2 * each for each in received]
+    source = given(torch.cat(sent).view(-1, 2))
+    made.all_to_all_single(whole, source, received, rows[rank], _options(dist.AllToAllOptions)).wait()
+    assert torch.equal(whole.flatten(), torch.cat(arrived))
+
+
+def _run(program, size=2, backend="native-threads"):
+    return run_ranks(lambda group: program(FerrodistProcessGroup(group)), size, backend=backend, timeout=60)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.usefixtures("fast_path_only")
+def test_blocking_calls_take_the_fast_path(size):
+    """Also with tensors that need gradients."""
+
+    def program(made):
+        made.group.barrier()  # opens the engine
+        for count in _COUNTS:
+            for given in (_plain, _parameter):
+                _check_calls(made, given, count)
+
+    _run(program, size)
+
+
+@pytest.mark.parametrize("backend", ["native-threads", "gloo-threads", "native"])
+def test_both_paths_meet(backend):
+    """Ranks whose tensors are strided take the general path, and meet those that take the fast one."""
+
+    def program(made):
+        for odd in (0, 1):
+            given = _strided if made.rank() % 2 == odd else _plain
+            for count in _COUNTS:
+                _check_calls(made, given, count)
+
+    _run(program, 2, backend)
+
+
+def test_tensors_that_overlap():
+    """The input is read before an output in the same memory is written; lists are written in their order."""
+
+    def program(made):
+        rank, other = made.rank(), 1 - made.rank()
+        memory = torch.arange(6.0) + 100 * rank
+        made.all_gather_single(memory[:4], memory[1:3], _options(AllgatherOptions)).wait()
+        assert memory[:4].tolist() == [1, 2, 101, 102]
+        memory = torch.arange(6.0) + 100 * rank
+        made.all_gather_single(memory[:4], memory[2 * rank : 2 * rank + 2], _options(AllgatherOptions)).wait()
+        assert memory[:4].tolist() == [0, 1, 102, 103]
+        memory = torch.arange(6.0) + 100 * rank
+        made.allgather([[memory[:2], memory[2:4]]], [memory[1:3]], _options(AllgatherOptions)).wait()
+        assert memory[:4].tolist() == [1, 2, 101, 102]
+        memory = torch.arange(6.0) + 100 * rank
+        made.all_to_all_single(memory[:4], memory[2:], [], [], _options(dist.AllToAllOptions)).wait()
+        assert memory[:4].tolist() == [[2, 3, 102, 103], [4, 5, 104, 105]][rank]
+        memory = torch.arange(4.0) + 100 * rank
+        made.alltoall([memory[:2], memory[2:]], [memory[2:], memory[:2]], _options(dist.AllToAllOptions)).wait()
+        assert memory.tolist() == [[2, 3, 102, 103], [0, 1, 100, 101]][rank]
+        result = torch.full((2,), -1.0)
+        made.allgather([[result, result]], [torch.ones(2) * rank], _options(AllgatherOptions)).wait()
+        assert result.tolist() == [1, 1]
+        del other
+
+    _run(program)
+
+
+def test_mismatches_name_the_whole_call():
+    """A rank that makes another call is told of it, and of the number of elements of the whole call."""
+
+    def program(made):
+        mine = torch.ones(3 + made.rank())
+        outputs = [torch.empty_like(mine) for _ in range(2)]
+        with pytest.raises(CollectiveMismatchError, match=r"all_gather.*count=6.*|all_gather.*6.*8"):
+            made.allgather([outputs], [mine], _options(AllgatherOptions))
+
+    _run(program)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda made, tensor: made.gather([[tensor]], [tensor], _options(dist.GatherOptions)),
+        lambda made, tensor: made.allgather([[tensor, tensor.double()]], [tensor], _options(AllgatherOptions)),
+        lambda made, tensor: made.alltoall([tensor], [tensor], _options(dist.AllToAllOptions)),
+        lambda made, tensor: made.all_to_all_single(tensor, tensor, [1, 3], [], _options(dist.AllToAllOptions)),
+        lambda made, tensor: made.all_to_all_single(tensor, tensor, [1], [], _options(dist.AllToAllOptions)),
+        lambda made, tensor: made.all_to_all_single(tensor.sum(), tensor, [], [], _options(dist.AllToAllOptions)),
+        lambda made, tensor: made.reduce_scatter_single(tensor, tensor, _options(dist.ReduceScatterOptions)),
+        lambda made, tensor: made.all_gather_single(tensor, tensor, _options(AllgatherOptions)),
+        lambda made, tensor: made.scatter([tensor], [[tensor, tensor[:1]]], _options(dist.ScatterOptions)),
+    ],
+)
+def test_wrong_arguments_are_refused_before_data_moves(call):
+    """On the rank that has them, and the group goes on."""
+
+    def program(made):
+        if made.rank() == 0:
+            with pytest.raises(ValueError, match=r"must|together|divides"):
+                call(made, torch.ones(2))
+        tensor = torch.ones(2)
+        made.allreduce([tensor], _options(dist.AllreduceOptions)).wait()
+        assert tensor.tolist() == [2, 2]
+
+    _run(program)
+
+
+def test_a_timeout_takes_the_general_path():
+    """With the same result."""
+
+    def program(made):
+        tensor = torch.ones(2)
+        made.reduce([tensor], _options(dist.ReduceOptions, timeout=timedelta(seconds=30))).wait()
+        assert tensor.tolist() == ([2, 2] if made.rank() == 0 else [1, 1])
+
+    _run(program)
