@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "bindings/failures.h"
+#include "bindings/p2p_arguments.h"
 
 namespace ferrodist {
 
@@ -31,16 +32,6 @@ nb::object value_of(PyObject* variable) {
     PyObject* value = nullptr;
     if (PyContextVar_Get(variable, nullptr, &value) < 0) PyErr_Clear();
     return nb::steal(value);
-}
-
-// The value of `timeout`, in seconds, or `standard` for None; negative if the general path is to check it.
-double seconds_of(nb::handle timeout, double standard) {
-    if (timeout.is_none()) return standard;
-    double seconds = -1.0;
-    if (PyFloat_CheckExact(timeout.ptr())) seconds = PyFloat_AS_DOUBLE(timeout.ptr());
-    if (PyLong_CheckExact(timeout.ptr())) seconds = PyLong_AsDouble(timeout.ptr());
-    if (PyErr_Occurred() != nullptr) PyErr_Clear();  // an int too large for a double
-    return seconds >= 0.0 ? seconds : -1.0;          // NaN is not either
 }
 
 }  // namespace
@@ -71,10 +62,10 @@ std::optional<OpenFastPath> find_fast_path(nb::handle group, nb::handle timeout)
     if (!path.is_valid() || !PyTuple_Check(path.ptr()) || PyTuple_GET_SIZE(path.ptr()) != 4) return std::nullopt;
     const nb::handle communicator = PyTuple_GET_ITEM(path.ptr(), 0);
     if (!nb::isinstance<Communicator>(communicator)) return std::nullopt;
-    const double seconds = seconds_of(timeout, PyFloat_AsDouble(PyTuple_GET_ITEM(path.ptr(), 1)));
-    if (seconds < 0.0) return std::nullopt;
+    const auto seconds = seconds_of(timeout.is_none() ? nb::handle(PyTuple_GET_ITEM(path.ptr(), 1)) : timeout);
+    if (!seconds) return std::nullopt;
     const nb::handle engine = PyTuple_GET_ITEM(path.ptr(), 2);
-    return OpenFastPath{std::move(path), nb::inst_ptr<Communicator>(communicator), seconds, engine};
+    return OpenFastPath{std::move(path), nb::inst_ptr<Communicator>(communicator), *seconds, engine};
 }
 
 int index_of(nb::handle value) {
@@ -129,19 +120,23 @@ nb::object new_tensor(std::uint8_t dtype, std::span<const std::int64_t> shape, s
     return nb::steal(PyObject_Vectorcall(lookup->make_tensor, arguments, 2, nullptr));
 }
 
-void raise_for(const OpenFastPath& path, const char* operation, nb::handle tensor, nb::handle out,
-               std::span<const Fact> facts) {
+void raise_for(const OpenFastPath& path, const char* operation, nb::handle tensor, nb::handle out, nb::dict facts) {
     try {
         const nb::object failure = current_python_exception();
-        nb::dict named;
-        for (const auto& [name, value] : facts) named[name] = nb::borrow(value);
-        named["timeout"] = path.timeout;
-        const nb::object error = path.engine.attr("call_error")(failure, operation, tensor, out, **named);
+        facts["timeout"] = path.timeout;
+        const nb::object error = path.engine.attr("call_error")(failure, operation, tensor, out, **facts);
         PyException_SetCause(error.ptr(), nullptr);  // its text is in the error; this suppresses the context, too
         PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
     } catch (nb::python_error& error) {
         error.restore();
     }
+}
+
+void raise_for(const OpenFastPath& path, const char* operation, nb::handle tensor, nb::handle out,
+               std::initializer_list<Fact> facts) {
+    nb::dict named;
+    for (const auto& [name, value] : facts) named[name] = nb::borrow(value);
+    raise_for(path, operation, tensor, out, std::move(named));
 }
 
 }  // namespace ferrodist

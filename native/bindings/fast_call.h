@@ -82,13 +82,11 @@ nb::object new_tensor(std::uint8_t dtype, std::span<const std::int64_t> shape, s
 
 using Fact = std::pair<const char*, PyObject*>;  // an argument of a call, for the error message
 
-// Raises the public error that the engine's Python side makes of the exception being handled.
+// Raises the public error that the engine's Python side makes of the exception being handled. `facts` are arguments of
+// the call.
+void raise_for(const OpenFastPath& path, const char* operation, nb::handle tensor, nb::handle out, nb::dict facts);
 void raise_for(const OpenFastPath& path, const char* operation, nb::handle tensor, nb::handle out,
-               std::span<const Fact> facts);
-inline void raise_for(const OpenFastPath& path, const char* operation, nb::handle tensor, nb::handle out,
-                      std::initializer_list<Fact> facts) {
-    raise_for(path, operation, tensor, out, std::span(facts.begin(), facts.size()));
-}
+               std::initializer_list<Fact> facts);
 
 template <class Collective>
 void run(const OpenFastPath& path, std::size_t size, const Collective& collective) {

@@ -1,7 +1,9 @@
 #include "bindings/fast_data.h"
 
+#include <nanobind/stl/unique_ptr.h>
+
 #include <algorithm>
-#include <cstring>
+#include <array>
 #include <functional>
 #include <memory>
 #include <numeric>
@@ -11,34 +13,46 @@
 
 #include "bindings/fast_call.h"
 #include "bindings/plain_calls.h"
+#include "bindings/started.h"
 
 namespace ferrodist {
 
 namespace {
 
 // [Note: calls of data]
-// Each function takes the tensors of a method of torch's process group, root and op, and at last the group; and returns
-// whether the call was done. What it gives to the engine is what torch_backend/collectives.py gives it for the same
-// call, so that ranks on both paths meet: numbers of elements, and units of one element. It leaves to that module all
-// lists of different sizes whose sizes must be compared, and tensors that overlap.
+// Each function takes the tensors of a method of torch's process group, root and op, then the group, and at last whether
+// to start the call. It returns True when the call was done, False if the general path is to make it, and for a started
+// call a tuple: its `Started`, and for the error the operation, a tensor, and the other fields of a `CollectiveOp`.
+//
+// What a call gives to the engine is what torch_backend/collectives.py gives it for the same call, so that ranks on both
+// paths meet: numbers of elements, and units of one element. Lists of different sizes, which ranks must compare first,
+// and tensors that overlap are left to that module.
 
-// An input or output: one tensor, or a list with one for each rank, whose elements follow each other.
+// A tensor, or a list or tuple of tensors as a tuple of its own: another thread may change the list.
+nb::object own(nb::handle given) {
+    if (!PyList_CheckExact(given.ptr()) && !PyTuple_CheckExact(given.ptr())) return nb::borrow(given);
+    return nb::steal(PySequence_Tuple(given.ptr()));
+}
+
+// An input or output: one tensor, or a tuple with one for each rank, whose elements follow each other. Whoever holds it
+// keeps the tensors.
 class Elements {
 public:
     // Nothing if they are not all plain tensors of one dtype.
     static std::optional<Elements> of(nb::handle given, std::size_t ranks) {
         Elements found;
-        const bool is_list = PyList_CheckExact(given.ptr()) || PyTuple_CheckExact(given.ptr());
-        const Py_ssize_t number = is_list ? PySequence_Fast_GET_SIZE(given.ptr()) : 1;
-        if (is_list && static_cast<std::size_t>(number) != ranks) return std::nullopt;
-        found.parts_.reserve(static_cast<std::size_t>(number));
-        for (Py_ssize_t i = 0; i < number; ++i) {
-            const nb::handle tensor = is_list ? nb::handle(PySequence_Fast_GET_ITEM(given.ptr(), i)) : given;
-            const auto view = view_data(tensor.ptr());
+        if (!PyTuple_CheckExact(given.ptr())) {
+            const auto view = view_data(given.ptr());
+            if (!view) return std::nullopt;
+            found.add(*view);
+            return found;
+        }
+        if (static_cast<std::size_t>(PyTuple_GET_SIZE(given.ptr())) != ranks) return std::nullopt;
+        found.parts_.reserve(ranks);
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given.ptr()); ++i) {
+            const auto view = view_data(PyTuple_GET_ITEM(given.ptr(), i));
             if (!view || (i > 0 && view->dtype != found.dtype())) return std::nullopt;
-            found.parts_.push_back(*view);
-            found.total_ += view->count;
-            found.tensors_.push_back(nb::borrow(tensor));  // another thread may change the list
+            found.add(*view);
         }
         return found;
     }
@@ -46,7 +60,6 @@ public:
     [[nodiscard]] std::size_t total() const { return total_; }
     [[nodiscard]] DType dtype() const { return parts_[0].dtype; }
     [[nodiscard]] const std::vector<TensorView>& parts() const { return parts_; }
-    [[nodiscard]] nb::handle first() const { return tensors_[0]; }
     [[nodiscard]] std::vector<std::size_t> counts() const {
         std::vector<std::size_t> counts;
         for (const TensorView& part : parts_) counts.push_back(part.count);
@@ -60,29 +73,28 @@ public:
         };
         return dtype() == part.dtype && total_ == ranks * part.count && std::ranges::all_of(parts_, fits);
     }
-    // Whether `part` is rank r's part of them, which one tensor has.
+    // Whether `part` is rank r's part of one tensor.
     [[nodiscard]] bool have_as_part(const TensorView& part, int r, std::size_t ranks) const {
         return parts_.size() == 1 && dtype() == part.dtype && total_ == ranks * part.count &&
                part.data == parts_[0].data + static_cast<std::size_t>(r) * part.count * size_of(part.dtype);
     }
 
-    // The elements in one place: of several tensors a copy.
-    [[nodiscard]] const std::byte* read() {
-        std::byte* const all = memory();
-        if (parts_.size() == 1) return all;
-        std::byte* to = all;
+    // Calls `use(address)` with the elements in one place: of several tensors a copy.
+    template <class Use>
+    void read(const Use& use) const {
+        if (parts_.size() == 1) return use(static_cast<const std::byte*>(parts_[0].data));
+        const auto joined = make_room();
+        std::byte* to = joined.get();
         for (const TensorView& part : parts_) to = std::copy_n(part.data, part.count * size_of(part.dtype), to);
-        return all;
+        use(static_cast<const std::byte*>(joined.get()));
     }
-    // A place to write them to, from which `finish` copies them to several tensors.
-    [[nodiscard]] std::byte* memory() {
-        if (parts_.size() == 1) return parts_[0].data;
-        if (!joined_) joined_ = std::make_unique_for_overwrite<std::byte[]>(total_ * size_of(dtype()));
-        return joined_.get();
-    }
-    void finish() {
-        const std::byte* from = joined_.get();
-        if (from == nullptr) return;
+    // Calls `use(address)` with a place to write them to: for several tensors they are copied from there.
+    template <class Use>
+    void write(const Use& use) const {
+        if (parts_.size() == 1) return use(parts_[0].data);
+        const auto joined = make_room();
+        use(joined.get());
+        const std::byte* from = joined.get();
         for (const TensorView& part : parts_) {
             std::copy_n(from, part.count * size_of(part.dtype), part.data);
             from += part.count * size_of(part.dtype);
@@ -90,28 +102,49 @@ public:
     }
 
 private:
+    void add(const TensorView& part) {
+        parts_.push_back(part);
+        total_ += part.count;
+    }
+    [[nodiscard]] std::unique_ptr<std::byte[]> make_room() const {
+        return std::make_unique_for_overwrite<std::byte[]>(total_ * size_of(dtype()));
+    }
+
     std::vector<TensorView> parts_;
-    std::vector<nb::object> tensors_;
     std::size_t total_ = 0;  // elements
-    std::unique_ptr<std::byte[]> joined_;
 };
 
-// Runs a call with `total` elements. `facts` are for its error; so is `counts`, unless it is empty.
+// A call of one of the functions below.
+struct DataCall {
+    OpenFastPath path;
+    const char* operation;
+    nb::handle tensor;  // for the error
+    std::size_t bytes;  // that it moves
+    std::array<nb::object, 2> tensors;  // that it reads and writes
+    bool is_started;
+};
+
+// Makes a call, or starts it. `facts` are for its error, with `counts` unless that is empty.
 template <class Collective>
-PyObject* run_data(const OpenFastPath& path, const char* operation, nb::handle tensor, DType dtype, std::size_t total,
-                   const std::vector<std::size_t>& counts, std::initializer_list<Fact> facts,
-                   const Collective& collective) {
-    try {
-        run(path, total * size_of(dtype), collective);
-    } catch (...) {
-        std::vector<Fact> all(facts);
+PyObject* make_call(const DataCall& call, std::initializer_list<Fact> facts, const std::vector<std::size_t>& counts,
+                    Collective collective) {
+    const auto all_facts = [&] {
+        nb::dict all;
+        for (const auto& [name, value] : facts) all[name] = nb::borrow(value);
         nb::list elements;
         for (const std::size_t count : counts) elements.append(count);
-        if (!counts.empty()) all.emplace_back("counts", elements.ptr());
-        // A result of the whole size, for there may be a list of parts.
-        const std::int64_t shape[] = {static_cast<std::int64_t>(total)};
-        const nb::object out = new_tensor(static_cast<std::uint8_t>(dtype), shape, total);
-        if (out.is_valid()) raise_for(path, operation, tensor, out, all);
+        if (!counts.empty()) all["counts"] = elements;
+        return all;
+    };
+    if (call.is_started) {
+        auto started = std::make_unique<Started>(*call.path.communicator, call.tensors[0], call.tensors[1]);
+        started->starter(call.path.timeout)(call.bytes, std::move(collective));
+        return nb::make_tuple(std::move(started), call.operation, call.tensor, all_facts()).release().ptr();
+    }
+    try {
+        run(call.path, call.bytes, collective);
+    } catch (...) {
+        raise_for(call.path, call.operation, call.tensor, nb::none(), all_facts());
         return nullptr;
     }
     Py_RETURN_TRUE;
@@ -131,126 +164,178 @@ std::optional<Reduction> reduction_of(nb::handle op, DType dtype) {
     return reduction;
 }
 
+// Arguments: tensor, op, group.
 PyObject* fast_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 3) Py_RETURN_FALSE;
+    if (count != 4) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0], op = arguments[1];
-    const auto path = find_fast_path(arguments[2]);
+    auto path = find_fast_path(arguments[2]);
     const auto view = path ? view_data(tensor.ptr()) : std::nullopt;
     const auto reduction = view ? reduction_of(op, view->dtype) : std::nullopt;
     if (!reduction) Py_RETURN_FALSE;
-    return run_data(*path, "allreduce", tensor, view->dtype, view->count, {}, {{"op", op.ptr()}},
-                    [&](Context& context, const Deadline& deadline) {
-                        allreduce(context, view->data, view->data, view->count, *reduction, deadline);
-                    });
+    return make_call({.path = std::move(*path), .operation = "allreduce", .tensor = tensor,
+                      .bytes = view->count * size_of(view->dtype), .tensors = {nb::borrow(tensor), nb::object()},
+                      .is_started = arguments[3] == Py_True},
+                     {{"op", op.ptr()}}, {},
+                     [data = view->data, elements = view->count, reduction = *reduction](
+                         Context& context, const Deadline& deadline) {
+                         allreduce(context, data, data, elements, reduction, deadline);
+                     });
 }
 
+// Arguments: tensor, root, op, group.
 PyObject* fast_reduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 4) Py_RETURN_FALSE;
+    if (count != 5) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0], op = arguments[2];
-    const auto path = find_fast_path(arguments[3]);
+    auto path = find_fast_path(arguments[3]);
     const auto view = path ? view_data(tensor.ptr()) : std::nullopt;
     const auto reduction = view ? reduction_of(op, view->dtype) : std::nullopt;
     const int root = reduction ? root_of(arguments[1], *path) : -1;
     if (root < 0) Py_RETURN_FALSE;
     std::byte* const out = path->communicator->rank() == root ? view->data : nullptr;
-    return run_data(*path, "reduce", tensor, view->dtype, view->count, {}, {{"op", op.ptr()}, {"root", arguments[1]}},
-                    [&](Context& context, const Deadline& deadline) {
-                        reduce(context, out, view->data, view->count, root, *reduction, deadline);
-                    });
+    return make_call({.path = std::move(*path), .operation = "reduce", .tensor = tensor,
+                      .bytes = view->count * size_of(view->dtype), .tensors = {nb::borrow(tensor), nb::object()},
+                      .is_started = arguments[4] == Py_True},
+                     {{"op", op.ptr()}, {"root", arguments[1]}}, {},
+                     [out, source = view->data, elements = view->count, root, reduction = *reduction](
+                         Context& context, const Deadline& deadline) {
+                         reduce(context, out, source, elements, root, reduction, deadline);
+                     });
 }
 
+// Arguments: tensor, root, group.
 PyObject* fast_broadcast_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 3) Py_RETURN_FALSE;
+    if (count != 4) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0];
-    const auto path = find_fast_path(arguments[2]);
+    auto path = find_fast_path(arguments[2]);
     const auto view = path ? view_data(tensor.ptr()) : std::nullopt;
     const int root = view ? root_of(arguments[1], *path) : -1;
     if (root < 0) Py_RETURN_FALSE;
-    return run_data(*path, "broadcast", tensor, view->dtype, view->count, {}, {{"root", arguments[1]}},
-                    [&](Context& context, const Deadline& deadline) {
-                        broadcast(context, view->data, view->count, view->dtype, root, deadline);
-                    });
+    return make_call({.path = std::move(*path), .operation = "broadcast", .tensor = tensor,
+                      .bytes = view->count * size_of(view->dtype), .tensors = {nb::borrow(tensor), nb::object()},
+                      .is_started = arguments[3] == Py_True},
+                     {{"root", arguments[1]}}, {},
+                     [data = view->data, elements = view->count, dtype = view->dtype, root](
+                         Context& context, const Deadline& deadline) {
+                         broadcast(context, data, elements, dtype, root, deadline);
+                     });
 }
 
-// Arguments: outputs, tensor, group; the same of the two below, with root.
+// Arguments: outputs, tensor, group.
 PyObject* fast_all_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 3) Py_RETURN_FALSE;
-    const nb::handle tensor = arguments[1];
-    const auto path = find_fast_path(arguments[2]);
-    const auto part = path ? view_data(tensor.ptr()) : std::nullopt;
-    auto outs = part ? Elements::of(arguments[0], path->num_ranks()) : std::nullopt;
-    if (!outs || !(outs->fit(*part, path->num_ranks()) ||
-                   outs->have_as_part(*part, path->communicator->rank(), path->num_ranks())))
-        Py_RETURN_FALSE;
-    const std::vector<std::size_t> counts(path->num_ranks(), part->count);
-    const nb::object dim = nb::int_(0);
-    PyObject* const done =
-        run_data(*path, "all_gather", tensor, part->dtype, outs->total(), counts, {{"dim", dim.ptr()}},
-                 [&](Context& context, const Deadline& deadline) {
-                     all_gather(context, outs->memory(), part->data, counts, part->dtype, 0, deadline);
-                 });
-    if (done != nullptr) outs->finish();
-    return done;
-}
-
-PyObject* fast_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[1];
-    const auto path = find_fast_path(arguments[3]);
+    auto path = find_fast_path(arguments[2]);
+    const auto part = path ? view_data(tensor.ptr()) : std::nullopt;
+    if (!part) Py_RETURN_FALSE;
+    const std::size_t ranks = path->num_ranks();
+    const nb::object outputs = own(arguments[0]);
+    auto outs = Elements::of(outputs, ranks);
+    if (!outs || !(outs->fit(*part, ranks) || outs->have_as_part(*part, path->communicator->rank(), ranks)))
+        Py_RETURN_FALSE;
+    const std::vector<std::size_t> counts(ranks, part->count);
+    const nb::object dim = nb::int_(0);
+    return make_call({.path = std::move(*path), .operation = "all_gather", .tensor = tensor,
+                      .bytes = outs->total() * size_of(part->dtype), .tensors = {nb::borrow(tensor), outputs},
+                      .is_started = arguments[3] == Py_True},
+                     {{"dim", dim.ptr()}}, counts,
+                     [outs = std::move(*outs), source = part->data, dtype = part->dtype, counts](
+                         Context& context, const Deadline& deadline) {
+                         outs.write([&](std::byte* out) {
+                             all_gather(context, out, source, counts, dtype, 0, deadline);
+                         });
+                     });
+}
+
+// Arguments: outputs, tensor, root, group.
+PyObject* fast_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 5) Py_RETURN_FALSE;
+    const nb::handle tensor = arguments[1];
+    auto path = find_fast_path(arguments[3]);
     const auto part = path ? view_data(tensor.ptr()) : std::nullopt;
     const int root = part ? root_of(arguments[2], *path) : -1;
     if (root < 0) Py_RETURN_FALSE;
+    const std::size_t ranks = path->num_ranks();
+    nb::object outputs;
     std::optional<Elements> outs;
     if (path->communicator->rank() == root) {
-        outs = Elements::of(arguments[0], path->num_ranks());
-        if (!outs || !outs->fit(*part, path->num_ranks())) Py_RETURN_FALSE;
+        outputs = own(arguments[0]);
+        outs = Elements::of(outputs, ranks);
+        if (!outs || !outs->fit(*part, ranks)) Py_RETURN_FALSE;
     }
-    const std::vector<std::size_t> counts(path->num_ranks(), part->count);
-    PyObject* const done = run_data(
-        *path, "gather", tensor, part->dtype, part->count * path->num_ranks(), counts, {{"root", arguments[2]}},
-        [&](Context& context, const Deadline& deadline) {
-            gather(context, outs ? outs->memory() : nullptr, part->data, counts, part->dtype, root, deadline);
-        });
-    if (done != nullptr && outs) outs->finish();
-    return done;
+    const std::vector<std::size_t> counts(ranks, part->count);
+    return make_call({.path = std::move(*path), .operation = "gather", .tensor = tensor,
+                      .bytes = ranks * part->count * size_of(part->dtype), .tensors = {nb::borrow(tensor), outputs},
+                      .is_started = arguments[4] == Py_True},
+                     {{"root", arguments[2]}}, counts,
+                     [outs = std::move(outs), source = part->data, dtype = part->dtype, counts, root](
+                         Context& context, const Deadline& deadline) {
+                         const auto move = [&](std::byte* out) {
+                             gather(context, out, source, counts, dtype, root, deadline);
+                         };
+                         if (outs)
+                             outs->write(move);
+                         else
+                             move(nullptr);
+                     });
 }
 
 // Arguments: tensor, inputs, root, group.
 PyObject* fast_scatter_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 4) Py_RETURN_FALSE;
+    if (count != 5) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0];
-    const auto path = find_fast_path(arguments[3]);
+    auto path = find_fast_path(arguments[3]);
     const auto part = path ? view_data(tensor.ptr()) : std::nullopt;
     const int root = part ? root_of(arguments[2], *path) : -1;
     if (root < 0) Py_RETURN_FALSE;
+    const std::size_t ranks = path->num_ranks();
+    nb::object inputs;
     std::optional<Elements> sources;
     if (path->communicator->rank() == root) {
-        sources = Elements::of(arguments[1], path->num_ranks());
-        if (!sources || !sources->fit(*part, path->num_ranks())) Py_RETURN_FALSE;
+        inputs = own(arguments[1]);
+        sources = Elements::of(inputs, ranks);
+        if (!sources || !sources->fit(*part, ranks)) Py_RETURN_FALSE;
     }
-    const std::vector<std::size_t> counts(path->num_ranks(), part->count);
-    return run_data(*path, "scatter", tensor, part->dtype, part->count * path->num_ranks(), counts, {{"root", arguments[2]}},
-                    [&](Context& context, const Deadline& deadline) {
-                        scatter(context, part->data, sources ? sources->read() : nullptr, counts, part->dtype, root,
-                                deadline);
-                    });
+    const std::vector<std::size_t> counts(ranks, part->count);
+    return make_call({.path = std::move(*path), .operation = "scatter", .tensor = tensor,
+                      .bytes = ranks * part->count * size_of(part->dtype), .tensors = {nb::borrow(tensor), inputs},
+                      .is_started = arguments[4] == Py_True},
+                     {{"root", arguments[2]}}, counts,
+                     [sources = std::move(sources), out = part->data, dtype = part->dtype, counts, root](
+                         Context& context, const Deadline& deadline) {
+                         const auto move = [&](const std::byte* source) {
+                             scatter(context, out, source, counts, dtype, root, deadline);
+                         };
+                         if (sources)
+                             sources->read(move);
+                         else
+                             move(nullptr);
+                     });
 }
 
 // Arguments: tensor, inputs, op, group.
 PyObject* fast_reduce_scatter_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 4) Py_RETURN_FALSE;
+    if (count != 5) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0], op = arguments[2];
-    const auto path = find_fast_path(arguments[3]);
+    auto path = find_fast_path(arguments[3]);
     const auto part = path ? view_data(tensor.ptr()) : std::nullopt;
     const auto reduction = part ? reduction_of(op, part->dtype) : std::nullopt;
-    std::optional<Elements> sources = reduction ? Elements::of(arguments[1], path->num_ranks()) : std::nullopt;
-    if (!sources || !sources->fit(*part, path->num_ranks())) Py_RETURN_FALSE;
-    const std::vector<std::size_t> counts(path->num_ranks(), part->count);
+    if (!reduction) Py_RETURN_FALSE;
+    const std::size_t ranks = path->num_ranks();
+    const nb::object inputs = own(arguments[1]);
+    auto sources = Elements::of(inputs, ranks);
+    if (!sources || !sources->fit(*part, ranks)) Py_RETURN_FALSE;
+    const std::vector<std::size_t> counts(ranks, part->count);
     const nb::object dim = nb::int_(0);
-    return run_data(*path, "reduce_scatter", tensor, part->dtype, sources->total(), counts, {{"op", op.ptr()}, {"dim", dim.ptr()}},
-                    [&](Context& context, const Deadline& deadline) {
-                        reduce_scatter(context, part->data, sources->read(), counts, 0, *reduction, deadline);
-                    });
+    return make_call({.path = std::move(*path), .operation = "reduce_scatter", .tensor = tensor,
+                      .bytes = sources->total() * size_of(part->dtype), .tensors = {nb::borrow(tensor), inputs},
+                      .is_started = arguments[4] == Py_True},
+                     {{"op", op.ptr()}, {"dim", dim.ptr()}}, counts,
+                     [sources = std::move(*sources), out = part->data, counts, reduction = *reduction](
+                         Context& context, const Deadline& deadline) {
+                         sources.read([&](const std::byte* source) {
+                             reduce_scatter(context, out, source, counts, 0, reduction, deadline);
+                         });
+                     });
 }
 
 // The elements that go to each rank, or come from it: so many rows of `tensor`, of dim 0, or an even share if `splits`
@@ -266,51 +351,63 @@ std::vector<std::size_t> split(const TensorView& tensor, nb::handle splits, cons
     return counts;
 }
 
-PyObject* exchange(const OpenFastPath& path, const Elements& outs, const Elements& sources,
-                   const std::vector<std::size_t>& received, const std::vector<std::size_t>& sent) {
-    const auto own = static_cast<std::size_t>(path.communicator->rank());
-    if (outs.dtype() != sources.dtype() || sent[own] != received[own]) Py_RETURN_FALSE;
-    // Where each rank's part begins.
+// An exchange of parts, as many elements as `sent` and `received` say.
+PyObject* exchange(OpenFastPath path, nb::object outputs, nb::object inputs, const Elements& outs,
+                   const Elements& sources, std::vector<std::size_t> received, std::vector<std::size_t> sent,
+                   bool is_started) {
+    const auto own_rank = static_cast<std::size_t>(path.communicator->rank());
+    if (outs.dtype() != sources.dtype() || sent[own_rank] != received[own_rank]) Py_RETURN_FALSE;
     const std::size_t size = size_of(outs.dtype());
+    // Where each rank's part begins.
     std::vector<const std::byte*> from;
     std::vector<std::byte*> to;
+    const bool are_lists = PyTuple_CheckExact(outputs.ptr());
     for (std::size_t r = 0, before = 0; r < path.num_ranks(); before += sent[r++])
-        from.push_back(sources.parts().size() > 1 ? sources.parts()[r].data : sources.parts()[0].data + before * size);
+        from.push_back(are_lists ? sources.parts()[r].data : sources.parts()[0].data + before * size);
     for (std::size_t r = 0, before = 0; r < path.num_ranks(); before += received[r++])
-        to.push_back(outs.parts().size() > 1 ? outs.parts()[r].data : outs.parts()[0].data + before * size);
+        to.push_back(are_lists ? outs.parts()[r].data : outs.parts()[0].data + before * size);
     const nb::object unit = nb::int_(1);
-    return run_data(path, "all_to_all", sources.first(), sources.dtype(), std::max(outs.total(), sources.total()), {},
-                    {{"unit", unit.ptr()}}, [&](Context& context, const Deadline& deadline) {
-                        if (outs.parts().size() == 1 && sources.parts().size() == 1)
-                            all_to_all(context, to[0], from[0], sent, received, 1, outs.dtype(), deadline);
-                        else
-                            all_to_all(context, to, from, sent, received, 1, outs.dtype(), deadline);
-                    });
+    const nb::object first = are_lists ? nb::borrow(PyTuple_GET_ITEM(inputs.ptr(), 0)) : inputs;
+    return make_call({.path = std::move(path), .operation = "all_to_all", .tensor = first,
+                      .bytes = std::max(outs.total(), sources.total()) * size, .tensors = {inputs, outputs},
+                      .is_started = is_started},
+                     {{"unit", unit.ptr()}}, {},
+                     [from = std::move(from), to = std::move(to), sent = std::move(sent),
+                      received = std::move(received), dtype = outs.dtype(), are_lists](
+                         Context& context, const Deadline& deadline) {
+                         if (are_lists)
+                             all_to_all(context, to, from, sent, received, 1, dtype, deadline);
+                         else
+                             all_to_all(context, to[0], from[0], sent, received, 1, dtype, deadline);
+                     });
 }
 
 // Arguments: output, input, output_splits, input_splits, group.
 PyObject* fast_all_to_all_single_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 5) Py_RETURN_FALSE;
-    const auto path = find_fast_path(arguments[4]);
-    const auto outs = path ? Elements::of(arguments[0], 1) : std::nullopt;
+    if (count != 6) Py_RETURN_FALSE;
+    auto path = find_fast_path(arguments[4]);
+    if (!path || PyTuple_CheckExact(arguments[0]) || PyTuple_CheckExact(arguments[1])) Py_RETURN_FALSE;
+    const auto outs = Elements::of(arguments[0], 1);
     const auto sources = outs ? Elements::of(arguments[1], 1) : std::nullopt;
     if (!sources || overlap({sources->parts()[0], outs->parts()[0]})) Py_RETURN_FALSE;
-    const auto received = split(outs->parts()[0], arguments[2], *path);
-    const auto sent = split(sources->parts()[0], arguments[3], *path);
+    auto received = split(outs->parts()[0], arguments[2], *path);
+    auto sent = split(sources->parts()[0], arguments[3], *path);
     if (received.empty() || sent.empty()) Py_RETURN_FALSE;
-    return exchange(*path, *outs, *sources, received, sent);
+    return exchange(std::move(*path), nb::borrow(arguments[0]), nb::borrow(arguments[1]), *outs, *sources,
+                    std::move(received), std::move(sent), arguments[5] == Py_True);
 }
 
 // Arguments: outputs, inputs, group.
 PyObject* fast_all_to_all_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 3) Py_RETURN_FALSE;
-    const auto path = find_fast_path(arguments[2]);
-    const auto outs = path ? Elements::of(arguments[0], path->num_ranks()) : std::nullopt;
-    const auto sources = outs ? Elements::of(arguments[1], path->num_ranks()) : std::nullopt;
-    if (!sources || outs->parts().size() != path->num_ranks() || sources->parts().size() != path->num_ranks() ||
-        any_overlap(outs->parts(), sources->parts()))
-        Py_RETURN_FALSE;
-    return exchange(*path, *outs, *sources, outs->counts(), sources->counts());
+    if (count != 4) Py_RETURN_FALSE;
+    auto path = find_fast_path(arguments[2]);
+    const nb::object outputs = own(arguments[0]), inputs = own(arguments[1]);
+    if (!path || !PyTuple_CheckExact(outputs.ptr()) || !PyTuple_CheckExact(inputs.ptr())) Py_RETURN_FALSE;
+    const auto outs = Elements::of(outputs, path->num_ranks());
+    const auto sources = outs ? Elements::of(inputs, path->num_ranks()) : std::nullopt;
+    if (!sources || any_overlap(outs->parts(), sources->parts())) Py_RETURN_FALSE;
+    return exchange(std::move(*path), outputs, inputs, *outs, *sources, outs->counts(), sources->counts(),
+                    arguments[3] == Py_True);
 }
 
 }  // namespace

@@ -103,6 +103,7 @@ def test_every_collective_has_a_row() -> None:
     same = {"monitored_barrier", "gpu_allreduce", "gpu_broadcast"}  # other names of barrier, allreduce and broadcast
     values = {
         "PendingCollective",
+        "PreparedCollective",
         "ReduceOp",
         "premultiplied_sum",
         "compute_shard_sizes",
@@ -112,8 +113,10 @@ def test_every_collective_has_a_row() -> None:
     }
     public = {name for name, home in fd._MODULE_OF.items() if home.startswith("collectives.")}
     started = {name for name in public if name.startswith("async_")}
+    prepared = {name for name in public if name.startswith("prepare_")}
     rows = {row[""].strip("`"): row for row in _tables()[1]}
-    assert public - messages - same - values - started == rows.keys()
+    assert public - messages - same - values - started - prepared == rows.keys()
+    assert {name.removeprefix("prepare_") for name in prepared} <= rows.keys()
     assert {name.removeprefix("async_") for name in started} == {
         name for name, row in rows.items() if row["async"] == YES
     }

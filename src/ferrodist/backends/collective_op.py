@@ -104,10 +104,10 @@ class CollectiveOp(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         tensor = self.tensor
         if self.kind is CollectiveKind.ALL_TO_ALL:
             count = self.unit
-        elif self.kind is CollectiveKind.ALL_GATHER:
-            count = self.out.numel()
+        elif self.counts:
+            count = sum(self.counts)
         else:
-            count = sum(self.counts) if self.counts else tensor.numel()
+            count = (self.out if self.kind is CollectiveKind.ALL_GATHER else tensor).numel()
         return CollectiveSignature(
             operation=self.kind.value,
             dtype=dtype_name(tensor.dtype),

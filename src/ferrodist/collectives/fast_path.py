@@ -6,9 +6,10 @@ meet in the engine, so different ranks may take different ones. Started calls ar
 
 A collective's function takes the arguments of its public namesake and returns the result, or None before anything has
 happened. Those that block are C++, in native/bindings/fast_path.cpp, and called as ``compiled.fast_allreduce``;
-`fast_barrier` returns whether it is done, and so does `fast_allreduce_data`, which is in place and invisible to
-autograd. Those in which ranks share their sizes first, in fast_sized.cpp, may return a list: the payloads that the
-ranks have shared, where the general path is to go on. Those that start a collective, and point-to-point, are here.
+`fast_barrier` returns whether it is done, and so do those of ``torch.distributed``, in fast_data.cpp, which take
+tensors to write into and are invisible to autograd; they start calls, too. Those in which ranks share their sizes
+first, in fast_sized.cpp, may return a list: the payloads that the ranks have shared, where the general path is to go
+on. Those that start other collectives, and point-to-point, are here.
 
 A point-to-point function returns a `Progress` when the call did not simply complete. The general path then continues
 where the engine stopped, in the time that is left, and raises what errors there are.
@@ -93,6 +94,16 @@ def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Ten
     return started and _NativeWork("all_to_all", path.engine, started, tensor, target)
 
 
+def start_data(function: Callable[..., Any], *arguments: Any, group: Backend) -> PendingCollective[Any] | None:
+    """Start a call of ``torch.distributed`` by one of the functions of native/bindings/fast_data.cpp."""
+    path = _path_of(group)
+    started = path is not None and function(*arguments, group, True)
+    if not started:
+        return None
+    work, operation, tensor, facts = started
+    return _NativeWork(operation, path.engine, work, tensor, None, facts)
+
+
 def _path_of(group: Backend | None) -> Any:
     """The group's fast path, once its engine is open; None inside `coalesce`."""
     if collector.get() is not None:
@@ -138,8 +149,11 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return is_dense and tensor.is_cpu and not tensor.requires_grad
 
 
-class _NativeWork(PendingCollective[torch.Tensor]):
-    """A collective that the compiled engine runs; keeps alive the tensors, whose addresses the engine has."""
+class _NativeWork(PendingCollective[Any]):
+    """A collective that the compiled engine runs; keeps alive the tensors, whose addresses the engine has.
+
+    ``out`` is the result; None if there is none, or if it is not the caller's business.
+    """
 
     def __init__(  # noqa: PLR0917 - positional arguments are faster
         self,
@@ -147,7 +161,7 @@ class _NativeWork(PendingCollective[torch.Tensor]):
         engine: Any,
         started: Any,
         tensor: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         facts: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(op_name, engine.group_name)
@@ -163,7 +177,7 @@ class _NativeWork(PendingCollective[torch.Tensor]):
         return bool(self._started.is_done())
 
     @override
-    def wait(self, timeout: float | None = None) -> torch.Tensor:
+    def wait(self, timeout: float | None = None) -> torch.Tensor | None:
         self._check_process()
         out = self._out
         try:
@@ -176,7 +190,9 @@ class _NativeWork(PendingCollective[torch.Tensor]):
             raise self._still_running(timeout or 0.0)
         if not self._has_result:
             self._has_result = True
-            if not out.is_inference():  # the engine wrote raw memory: something may have saved it for a backward
+            if (
+                out is not None and not out.is_inference()
+            ):  # the engine wrote raw memory: something may have saved it for a backward
                 torch.autograd.graph.increment_version(out)
         return out
 

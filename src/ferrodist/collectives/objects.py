@@ -368,7 +368,7 @@ def _to_msgpack(value: Any) -> bytearray:
 
 
 def _view(data: torch.Tensor) -> memoryview:
-    return memoryview(data.numpy())
+    return data.numpy().data
 
 
 def _split(joined: torch.Tensor, sizes: Sequence[int]) -> dict[int, memoryview]:

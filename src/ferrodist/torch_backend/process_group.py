@@ -17,12 +17,7 @@ from ferrodist.backends.native.binding import compiled
 from ferrodist.backends.process_group import abort_on_unhandled_exception
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.collectives.arguments import check_root
-from ferrodist.collectives.fast_path import (
-    start_all_gather,
-    start_allreduce,
-    start_broadcast,
-    start_reduce_scatter,
-)
+from ferrodist.collectives.fast_path import start_data
 from ferrodist.errors import InvalidRankError, UnsupportedOpError
 from ferrodist.torch_backend import collectives
 from ferrodist.torch_backend.argument_forms import accept_options, recorded
@@ -45,7 +40,7 @@ from ferrodist.torch_backend.work import (
 from ferrodist.torch_private.compilers import not_compiled
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch._C._distributed_c10d import Store
 
@@ -188,30 +183,26 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     # Collectives. They try the compiled fast path first, if they have the default timeout: torch's unset timeout is
     # -1 ms, whose days are negative.
 
-    @staticmethod
-    def _is_plain(opts: Any) -> bool:
-        """Return whether a call blocks and has the default timeout."""
-        return not opts.asyncOp and opts.timeout.days < 0
-
-    @property
-    def _here(self) -> Backend:
-        """The group of this thread's calls."""
-        return self._levels.current().group
+    def _on_fast_path(
+        self, opts: Any, results: list[Any], function: Callable[..., Any], *arguments: Any
+    ) -> FerrodistWork | None:
+        """Make or start a call by a function of native/bindings/fast_data.cpp; None for one of the general path."""
+        if opts.timeout.days >= 0:
+            return None
+        level = self._levels.current()  # of this thread's depth of callbacks; [Note: callbacks] in `futures.py`
+        if not opts.asyncOp:
+            return self._done if function(*arguments, level.group, False) else None
+        started = start_data(function, *arguments, group=level.group)
+        return None if started is None else self._returned(level.work_of(started, results))
 
     @accept_options(dist.AllreduceOptions, 1, "op", in_lists=True)
     def allreduce(self, tensors: Tensors, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks, in place."""
         tensor = only(tensors, "allreduce")
         op = plain_reduction(opts.reduceOp)
-        if op is not None and opts.timeout.days < 0:
-            level = self._levels.current()  # of this thread's depth of callbacks; [Note: callbacks] in `futures.py`
-            if opts.asyncOp:
-                data = tensor.data
-                started = start_allreduce(data, op, level.group, data)
-                if started is not None:
-                    return self._returned(level.work_of(started, [tensor]))
-            elif compiled.fast_allreduce_data(tensor, op, level.group):
-                return self._done
+        work = op and self._on_fast_path(opts, [tensor], compiled.fast_allreduce_data, tensor, op)
+        if work:
+            return work
         if tensor.layout is torch.strided:
             return self._run(collectives.allreduce(tensor, reduction(opts.reduceOp)), opts)
         return self._run_all(sparse_allreduce(self.group, tensor, reduction(opts.reduceOp)), opts)
@@ -226,15 +217,9 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Copy the root's tensor to every rank."""
         tensor = only(tensors, "broadcast")
         check_root(self.group, opts.rootRank, "root")
-        if opts.timeout.days < 0:
-            level = self._levels.current()
-            if opts.asyncOp:
-                data = tensor.data
-                started = start_broadcast(data, opts.rootRank, level.group, data)
-                if started is not None:
-                    return self._returned(level.work_of(started, [tensor]))
-            elif compiled.fast_broadcast_data(tensor, opts.rootRank, level.group):
-                return self._done
+        work = self._on_fast_path(opts, [tensor], compiled.fast_broadcast_data, tensor, opts.rootRank)
+        if work:
+            return work
         return self._run(collectives.broadcast(self.group, tensor, opts.rootRank), opts)
 
     @accept_options(dist.ReduceOptions, 1, "root", "op", in_lists=True)
@@ -243,16 +228,18 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         tensor = only(tensors, "reduce")
         check_root(self.group, opts.rootRank, "root")
         op = plain_reduction(opts.reduceOp)
-        if op is not None and self._is_plain(opts) and compiled.fast_reduce_data(tensor, opts.rootRank, op, self._here):
-            return self._done
+        work = op and self._on_fast_path(opts, [tensor], compiled.fast_reduce_data, tensor, opts.rootRank, op)
+        if work:
+            return work
         return self._run(collectives.reduce(self.group, tensor, opts.rootRank, reduction(opts.reduceOp)), opts)
 
     @accept_options(AllgatherOptions, 2, in_lists=True)
     def allgather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> FerrodistWork:
         """Gather tensors, whose sizes may differ, on every rank."""
         outputs, tensor = only(output_tensors, "allgather"), only(input_tensors, "allgather")
-        if self._is_plain(opts) and compiled.fast_all_gather_data(outputs, tensor, self._here):
-            return self._done
+        work = self._on_fast_path(opts, [outputs], compiled.fast_all_gather_data, outputs, tensor)
+        if work:
+            return work
         return self._run_all(collectives.all_gather(self.group, outputs, tensor), opts)
 
     @accept_options(AllgatherOptions, 2)
@@ -267,15 +254,9 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @accept_options(AllgatherOptions, 2)
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Gather tensors into one on every rank."""
-        if opts.timeout.days < 0:
-            level = self._levels.current()
-            if not opts.asyncOp:
-                if compiled.fast_all_gather_data(output, tensor, level.group):
-                    return self._done
-            elif output.is_contiguous() and tensor.is_contiguous():
-                started = start_all_gather(tensor.data.view(-1), 0, level.group, output.data.view(-1))
-                if started is not None:
-                    return self._returned(level.work_of(started, [output]))
+        work = self._on_fast_path(opts, [output], compiled.fast_all_gather_data, output, tensor)
+        if work:
+            return work
         return self._run(collectives.all_gather_single(self.group, output, tensor), opts)
 
     @accept_options(AllgatherOptions, 2)
@@ -289,8 +270,9 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         check_root(self.group, opts.rootRank, "root")
         outputs = only(output_tensors, "gather") if self.group.rank == opts.rootRank else None
         tensor = only(input_tensors, "gather")
-        if self._is_plain(opts) and compiled.fast_gather_data(outputs, tensor, opts.rootRank, self._here):
-            return self._done
+        work = self._on_fast_path(opts, outputs or [], compiled.fast_gather_data, outputs, tensor, opts.rootRank)
+        if work:
+            return work
         return self._run(collectives.gather(self.group, outputs, tensor, opts.rootRank), opts)
 
     @accept_options(dist.GatherOptions, 2, "root")
@@ -298,8 +280,10 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Gather tensors into one on the root; ``output`` is not used on other ranks."""
         check_root(self.group, opts.rootRank, "root")
         at_root = output if self.group.rank == opts.rootRank else None
-        if self._is_plain(opts) and compiled.fast_gather_data(at_root, tensor, opts.rootRank, self._here):
-            return self._done
+        results = [] if at_root is None else [at_root]
+        work = self._on_fast_path(opts, results, compiled.fast_gather_data, at_root, tensor, opts.rootRank)
+        if work:
+            return work
         return self._run(collectives.gather(self.group, at_root, tensor, opts.rootRank), opts)
 
     @accept_options(dist.ScatterOptions, 2, "root")
@@ -307,8 +291,9 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Scatter the root's tensor; ``tensor`` is not used on other ranks."""
         check_root(self.group, opts.rootRank, "root")
         at_root = tensor if self.group.rank == opts.rootRank else None
-        if self._is_plain(opts) and compiled.fast_scatter_data(output, at_root, opts.rootRank, self._here):
-            return self._done
+        work = self._on_fast_path(opts, [output], compiled.fast_scatter_data, output, at_root, opts.rootRank)
+        if work:
+            return work
         return self._run(collectives.scatter(self.group, output, at_root, opts.rootRank), opts)
 
     @accept_options(dist.ScatterOptions, 2, "root", in_lists=True)
@@ -317,8 +302,9 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         check_root(self.group, opts.rootRank, "root")
         inputs = only(input_tensors, "scatter") if self.group.rank == opts.rootRank else None
         tensor = only(output_tensors, "scatter")
-        if self._is_plain(opts) and compiled.fast_scatter_data(tensor, inputs, opts.rootRank, self._here):
-            return self._done
+        work = self._on_fast_path(opts, [tensor], compiled.fast_scatter_data, tensor, inputs, opts.rootRank)
+        if work:
+            return work
         return self._run(collectives.scatter(self.group, tensor, inputs, opts.rootRank), opts)
 
     @accept_options(dist.ReduceScatterOptions, 2, "op", in_lists=True)
@@ -326,27 +312,18 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Fold lists of tensors, whose sizes may differ, over the ranks; rank r gets the r-th."""
         output, inputs = only(output_tensors, "reduce_scatter"), only(input_tensors, "reduce_scatter")
         op = plain_reduction(opts.reduceOp)
-        if (
-            op is not None
-            and self._is_plain(opts)
-            and compiled.fast_reduce_scatter_data(output, inputs, op, self._here)
-        ):
-            return self._done
+        work = op and self._on_fast_path(opts, [output], compiled.fast_reduce_scatter_data, output, inputs, op)
+        if work:
+            return work
         return self._run_all(collectives.reduce_scatter(self.group, output, inputs, reduction(opts.reduceOp)), opts)
 
     @accept_options(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks; rank r gets the r-th part."""
         op = plain_reduction(opts.reduceOp)
-        if op is not None and opts.timeout.days < 0:
-            level = self._levels.current()
-            if not opts.asyncOp:
-                if compiled.fast_reduce_scatter_data(output, tensor, op, level.group):
-                    return self._done
-            elif output.is_contiguous() and tensor.is_contiguous():
-                started = start_reduce_scatter(tensor.data.view(-1), op, 0, level.group, output.data.view(-1))
-                if started is not None:
-                    return self._returned(level.work_of(started, [output]))
+        work = op and self._on_fast_path(opts, [output], compiled.fast_reduce_scatter_data, output, tensor, op)
+        if work:
+            return work
         call = collectives.reduce_scatter_single(self.group, output, tensor, reduction(opts.reduceOp))
         return self._run(call, opts)
 
@@ -365,10 +342,11 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         opts: Any,
     ) -> FerrodistWork:
         """Send rows of a tensor to each rank, and receive rows from each."""
-        if self._is_plain(opts) and compiled.fast_all_to_all_single_data(
-            output_tensor, input_tensor, output_split_sizes, input_split_sizes, self._here
-        ):
-            return self._done
+        splits = output_split_sizes, input_split_sizes
+        function = compiled.fast_all_to_all_single_data
+        work = self._on_fast_path(opts, [output_tensor], function, output_tensor, input_tensor, *splits)
+        if work:
+            return work
         call = collectives.all_to_all_single(
             self.group, output_tensor, input_tensor, output_split_sizes, input_split_sizes
         )
@@ -377,14 +355,16 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @accept_options(dist.AllToAllOptions, 2)
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any) -> FerrodistWork:
         """Send a tensor to each rank, and receive one from each."""
-        if self._is_plain(opts) and compiled.fast_all_to_all_data(output_tensors, input_tensors, self._here):
-            return self._done
+        results = list(output_tensors)
+        work = self._on_fast_path(opts, results, compiled.fast_all_to_all_data, output_tensors, input_tensors)
+        if work:
+            return work
         return self._run(collectives.all_to_all(self.group, output_tensors, input_tensors), opts)
 
     @accept_options(dist.BarrierOptions, 0)
     def barrier(self, opts: Any) -> FerrodistWork:
         """Wait for all ranks."""
-        if self._is_plain(opts) and compiled.fast_barrier(self._here):
+        if not opts.asyncOp and opts.timeout.days < 0 and compiled.fast_barrier(self._levels.current().group):
             return self._done
         return self._run(collectives.barrier(), opts)
 

@@ -1,4 +1,4 @@
-"""Every blocking call of torch's by the fast path and by the general one, which meet in all combinations."""
+"""Every call of torch's by the fast path and by the general one, which meet in all combinations."""
 
 from __future__ import annotations
 
@@ -30,6 +30,16 @@ def fast_path_only(monkeypatch):
         raise AssertionError("a plain call has taken the general path")
 
     monkeypatch.setattr(work, "execute", refuse)
+    monkeypatch.setattr(work, "submit", refuse)
+
+
+_mode = {"asyncOp": False}
+
+
+@pytest.fixture(params=[False, True], ids=["blocking", "started"])
+def mode(request, monkeypatch):
+    """Calls that block, and calls that are started; of all ranks, which are threads."""
+    monkeypatch.setitem(_mode, "asyncOp", request.param)
 
 
 def _plain(tensor):
@@ -55,9 +65,9 @@ def _empty(given, count):
 
 
 def _options(kind, **fields):
-    """Options of a blocking call."""
+    """Options of a call in the test's mode."""
     made = kind()
-    made.asyncOp = False
+    made.asyncOp = _mode["asyncOp"]
     for name, value in fields.items():
         setattr(made, name, value)
     return made
@@ -150,8 +160,8 @@ def _run(program, size=2, backend="native-threads"):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.usefixtures("fast_path_only")
-def test_blocking_calls_take_the_fast_path(size):
+@pytest.mark.usefixtures("fast_path_only", "mode")
+def test_plain_calls_take_the_fast_path(size):
     """Also with tensors that need gradients."""
 
     def program(made):
@@ -164,6 +174,7 @@ def test_blocking_calls_take_the_fast_path(size):
 
 
 @pytest.mark.parametrize("backend", ["native-threads", "gloo-threads", "native"])
+@pytest.mark.usefixtures("mode")
 def test_both_paths_meet(backend):
     """Ranks whose tensors are strided take the general path, and meet those that take the fast one."""
 
@@ -176,6 +187,7 @@ def test_both_paths_meet(backend):
     _run(program, 2, backend)
 
 
+@pytest.mark.usefixtures("mode")
 def test_tensors_that_overlap():
     """The input is read before an output in the same memory is written; lists are written in their order."""
 
@@ -204,14 +216,15 @@ def test_tensors_that_overlap():
     _run(program)
 
 
+@pytest.mark.usefixtures("mode")
 def test_mismatches_name_the_whole_call():
     """A rank that makes another call is told of it, and of the number of elements of the whole call."""
 
     def program(made):
         mine = torch.ones(3 + made.rank())
         outputs = [torch.empty_like(mine) for _ in range(2)]
-        with pytest.raises(CollectiveMismatchError, match=r"all_gather.*count=6.*|all_gather.*6.*8"):
-            made.allgather([outputs], [mine], _options(AllgatherOptions))
+        with pytest.raises(CollectiveMismatchError, match=r"0 called all_gather\(float32\[6\], dim=0\)"):
+            made.allgather([outputs], [mine], _options(AllgatherOptions)).wait()
 
     _run(program)
 
@@ -251,5 +264,40 @@ def test_a_timeout_takes_the_general_path():
         tensor = torch.ones(2)
         made.reduce([tensor], _options(dist.ReduceOptions, timeout=timedelta(seconds=30))).wait()
         assert tensor.tolist() == ([2, 2] if made.rank() == 0 else [1, 1])
+
+    _run(program)
+
+
+def test_a_started_call_keeps_its_tensors():
+    """Tensors and lists may go, and change, before the call has ended."""
+
+    def program(made):
+        options = _options(dist.AllToAllOptions, asyncOp=True)
+        works, kept = [], []
+        for step in range(20):
+            inputs = [torch.full((50_000,), float(step + made.rank())) for _ in range(2)]
+            outputs = [torch.empty(50_000) for _ in range(2)]
+            works.append(made.alltoall(outputs, inputs, options))
+            kept.append(list(outputs) if step % 2 else None)
+            inputs.clear()
+            outputs.clear()
+            del inputs, outputs
+        for step, (work_of_step, outputs) in enumerate(zip(works, kept, strict=True)):
+            work_of_step.wait()
+            if outputs:
+                assert [each.unique().item() for each in outputs] == [step, step + 1]
+
+    _run(program)
+
+
+def test_works_that_nobody_waits_for():
+    """Their calls end all the same, in the order of all ranks."""
+
+    def program(made):
+        tensor = torch.ones(1000)
+        for _ in range(10):
+            made.reduce([tensor.clone()], _options(dist.ReduceOptions, asyncOp=True))
+        made.allreduce([tensor], _options(dist.AllreduceOptions)).wait()
+        assert tensor.unique().item() == 2
 
     _run(program)
