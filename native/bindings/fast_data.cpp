@@ -118,8 +118,8 @@ private:
 struct DataCall {
     OpenFastPath path;
     const char* operation;
-    nb::handle tensor;  // for the error
-    std::size_t bytes;  // that it moves
+    nb::handle tensor;                  // for the error
+    std::size_t bytes;                  // that it moves
     std::array<nb::object, 2> tensors;  // that it reads and writes
     bool is_started;
 };
@@ -172,12 +172,15 @@ PyObject* fast_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t 
     const auto view = path ? view_data(tensor.ptr()) : std::nullopt;
     const auto reduction = view ? reduction_of(op, view->dtype) : std::nullopt;
     if (!reduction) Py_RETURN_FALSE;
-    return make_call({.path = std::move(*path), .operation = "allreduce", .tensor = tensor,
-                      .bytes = view->count * size_of(view->dtype), .tensors = {nb::borrow(tensor), nb::object()},
+    return make_call({.path = std::move(*path),
+                      .operation = "allreduce",
+                      .tensor = tensor,
+                      .bytes = view->count * size_of(view->dtype),
+                      .tensors = {nb::borrow(tensor), nb::object()},
                       .is_started = arguments[3] == Py_True},
                      {{"op", op.ptr()}}, {},
-                     [data = view->data, elements = view->count, reduction = *reduction](
-                         Context& context, const Deadline& deadline) {
+                     [data = view->data, elements = view->count, reduction = *reduction](Context& context,
+                                                                                         const Deadline& deadline) {
                          allreduce(context, data, data, elements, reduction, deadline);
                      });
 }
@@ -192,8 +195,11 @@ PyObject* fast_reduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t cou
     const int root = reduction ? root_of(arguments[1], *path) : -1;
     if (root < 0) Py_RETURN_FALSE;
     std::byte* const out = path->communicator->rank() == root ? view->data : nullptr;
-    return make_call({.path = std::move(*path), .operation = "reduce", .tensor = tensor,
-                      .bytes = view->count * size_of(view->dtype), .tensors = {nb::borrow(tensor), nb::object()},
+    return make_call({.path = std::move(*path),
+                      .operation = "reduce",
+                      .tensor = tensor,
+                      .bytes = view->count * size_of(view->dtype),
+                      .tensors = {nb::borrow(tensor), nb::object()},
                       .is_started = arguments[4] == Py_True},
                      {{"op", op.ptr()}, {"root", arguments[1]}}, {},
                      [out, source = view->data, elements = view->count, root, reduction = *reduction](
@@ -210,14 +216,16 @@ PyObject* fast_broadcast_data(PyObject*, PyObject* const* arguments, Py_ssize_t 
     const auto view = path ? view_data(tensor.ptr()) : std::nullopt;
     const int root = view ? root_of(arguments[1], *path) : -1;
     if (root < 0) Py_RETURN_FALSE;
-    return make_call({.path = std::move(*path), .operation = "broadcast", .tensor = tensor,
-                      .bytes = view->count * size_of(view->dtype), .tensors = {nb::borrow(tensor), nb::object()},
-                      .is_started = arguments[3] == Py_True},
-                     {{"root", arguments[1]}}, {},
-                     [data = view->data, elements = view->count, dtype = view->dtype, root](
-                         Context& context, const Deadline& deadline) {
-                         broadcast(context, data, elements, dtype, root, deadline);
-                     });
+    return make_call(
+        {.path = std::move(*path),
+         .operation = "broadcast",
+         .tensor = tensor,
+         .bytes = view->count * size_of(view->dtype),
+         .tensors = {nb::borrow(tensor), nb::object()},
+         .is_started = arguments[3] == Py_True},
+        {{"root", arguments[1]}}, {},
+        [data = view->data, elements = view->count, dtype = view->dtype, root](
+            Context& context, const Deadline& deadline) { broadcast(context, data, elements, dtype, root, deadline); });
 }
 
 // Arguments: outputs, tensor, group.
@@ -234,16 +242,18 @@ PyObject* fast_all_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t
         Py_RETURN_FALSE;
     const std::vector<std::size_t> counts(ranks, part->count);
     const nb::object dim = nb::int_(0);
-    return make_call({.path = std::move(*path), .operation = "all_gather", .tensor = tensor,
-                      .bytes = outs->total() * size_of(part->dtype), .tensors = {nb::borrow(tensor), outputs},
-                      .is_started = arguments[3] == Py_True},
-                     {{"dim", dim.ptr()}}, counts,
-                     [outs = std::move(*outs), source = part->data, dtype = part->dtype, counts](
-                         Context& context, const Deadline& deadline) {
-                         outs.write([&](std::byte* out) {
-                             all_gather(context, out, source, counts, dtype, 0, deadline);
-                         });
-                     });
+    return make_call(
+        {.path = std::move(*path),
+         .operation = "all_gather",
+         .tensor = tensor,
+         .bytes = outs->total() * size_of(part->dtype),
+         .tensors = {nb::borrow(tensor), outputs},
+         .is_started = arguments[3] == Py_True},
+        {{"dim", dim.ptr()}}, counts,
+        [outs = std::move(*outs), source = part->data, dtype = part->dtype, counts](Context& context,
+                                                                                    const Deadline& deadline) {
+            outs.write([&](std::byte* out) { all_gather(context, out, source, counts, dtype, 0, deadline); });
+        });
 }
 
 // Arguments: outputs, tensor, root, group.
@@ -263,8 +273,11 @@ PyObject* fast_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t cou
         if (!outs || !outs->fit(*part, ranks)) Py_RETURN_FALSE;
     }
     const std::vector<std::size_t> counts(ranks, part->count);
-    return make_call({.path = std::move(*path), .operation = "gather", .tensor = tensor,
-                      .bytes = ranks * part->count * size_of(part->dtype), .tensors = {nb::borrow(tensor), outputs},
+    return make_call({.path = std::move(*path),
+                      .operation = "gather",
+                      .tensor = tensor,
+                      .bytes = ranks * part->count * size_of(part->dtype),
+                      .tensors = {nb::borrow(tensor), outputs},
                       .is_started = arguments[4] == Py_True},
                      {{"root", arguments[2]}}, counts,
                      [outs = std::move(outs), source = part->data, dtype = part->dtype, counts, root](
@@ -296,8 +309,11 @@ PyObject* fast_scatter_data(PyObject*, PyObject* const* arguments, Py_ssize_t co
         if (!sources || !sources->fit(*part, ranks)) Py_RETURN_FALSE;
     }
     const std::vector<std::size_t> counts(ranks, part->count);
-    return make_call({.path = std::move(*path), .operation = "scatter", .tensor = tensor,
-                      .bytes = ranks * part->count * size_of(part->dtype), .tensors = {nb::borrow(tensor), inputs},
+    return make_call({.path = std::move(*path),
+                      .operation = "scatter",
+                      .tensor = tensor,
+                      .bytes = ranks * part->count * size_of(part->dtype),
+                      .tensors = {nb::borrow(tensor), inputs},
                       .is_started = arguments[4] == Py_True},
                      {{"root", arguments[2]}}, counts,
                      [sources = std::move(sources), out = part->data, dtype = part->dtype, counts, root](
@@ -326,8 +342,11 @@ PyObject* fast_reduce_scatter_data(PyObject*, PyObject* const* arguments, Py_ssi
     if (!sources || !sources->fit(*part, ranks)) Py_RETURN_FALSE;
     const std::vector<std::size_t> counts(ranks, part->count);
     const nb::object dim = nb::int_(0);
-    return make_call({.path = std::move(*path), .operation = "reduce_scatter", .tensor = tensor,
-                      .bytes = sources->total() * size_of(part->dtype), .tensors = {nb::borrow(tensor), inputs},
+    return make_call({.path = std::move(*path),
+                      .operation = "reduce_scatter",
+                      .tensor = tensor,
+                      .bytes = sources->total() * size_of(part->dtype),
+                      .tensors = {nb::borrow(tensor), inputs},
                       .is_started = arguments[4] == Py_True},
                      {{"op", op.ptr()}, {"dim", dim.ptr()}}, counts,
                      [sources = std::move(*sources), out = part->data, counts, reduction = *reduction](
@@ -368,18 +387,21 @@ PyObject* exchange(OpenFastPath path, nb::object outputs, nb::object inputs, con
         to.push_back(are_lists ? outs.parts()[r].data : outs.parts()[0].data + before * size);
     const nb::object unit = nb::int_(1);
     const nb::object first = are_lists ? nb::borrow(PyTuple_GET_ITEM(inputs.ptr(), 0)) : inputs;
-    return make_call({.path = std::move(path), .operation = "all_to_all", .tensor = first,
-                      .bytes = std::max(outs.total(), sources.total()) * size, .tensors = {inputs, outputs},
-                      .is_started = is_started},
-                     {{"unit", unit.ptr()}}, {},
-                     [from = std::move(from), to = std::move(to), sent = std::move(sent),
-                      received = std::move(received), dtype = outs.dtype(), are_lists](
-                         Context& context, const Deadline& deadline) {
-                         if (are_lists)
-                             all_to_all(context, to, from, sent, received, 1, dtype, deadline);
-                         else
-                             all_to_all(context, to[0], from[0], sent, received, 1, dtype, deadline);
-                     });
+    return make_call(
+        {.path = std::move(path),
+         .operation = "all_to_all",
+         .tensor = first,
+         .bytes = std::max(outs.total(), sources.total()) * size,
+         .tensors = {inputs, outputs},
+         .is_started = is_started},
+        {{"unit", unit.ptr()}}, {},
+        [from = std::move(from), to = std::move(to), sent = std::move(sent), received = std::move(received),
+         dtype = outs.dtype(), are_lists](Context& context, const Deadline& deadline) {
+            if (are_lists)
+                all_to_all(context, to, from, sent, received, 1, dtype, deadline);
+            else
+                all_to_all(context, to[0], from[0], sent, received, 1, dtype, deadline);
+        });
 }
 
 // Arguments: output, input, output_splits, input_splits, group.

@@ -341,8 +341,8 @@ PyObject* fast_object_from_root(PyObject*, PyObject* const* arguments, Py_ssize_
     if (counts.empty()) return as_list(payloads);
     const std::size_t size = counts[is_scatter ? static_cast<std::size_t>(own_rank) : 0];
     const std::array<std::int64_t, 1> shape = {static_cast<std::int64_t>(size)};
-    const nb::object result = is_root && !is_scatter ? nb::borrow(encoded)
-                                                     : new_tensor(static_cast<std::uint8_t>(DType::uint8), shape, size);
+    const nb::object result =
+        is_root && !is_scatter ? nb::borrow(encoded) : new_tensor(static_cast<std::uint8_t>(DType::uint8), shape, size);
     if (!result.is_valid()) return leave(*path, name);
     const auto view = view_tensor(result.ptr());
     if (!view) return as_list(payloads);

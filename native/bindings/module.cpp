@@ -15,6 +15,7 @@
 #include "bindings/gil_release.h"
 #include "bindings/fast_path.h"
 #include "bindings/tensor.h"
+#include "bindings/tensor_bytes.h"
 #include "collectives/data_movement.h"
 #include "collectives/reductions.h"
 #include "engine/communicator.h"
@@ -122,6 +123,7 @@ NB_MODULE(_native, m) {
         "stride"_a, "num_ranks"_a, "Create symmetric memory; returns a descriptor, which the caller closes.");
 
     bind_p2p(m);
+    bind_tensor_bytes(m);
 
     nb::class_<Communicator> communicator(m, "Communicator", "A rank's communicator of one group.");
     bind_fast_path(m, communicator);

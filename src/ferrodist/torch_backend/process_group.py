@@ -379,7 +379,8 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Send a tensor."""
         with recorded("send"):
             work = start_send(self.group, only(tensors, "send"), dst, tag, self._threads)
-        self._sends.add(work)
+        if work is not None:
+            self._sends.add(work)
         return self._returned(work)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> FerrodistWork:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ferrodist.backends.cuda_streams import record_use_on_streams, streams_of
+from ferrodist.backends.native.binding import compiled
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.collectives.arguments import bytes_of
@@ -419,30 +420,56 @@ class MessageWork(FerrodistWork):
         self.threads.run(callback)  # which waits no longer than a wait does, also for a message that never comes
 
 
-def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int, threads: ThreadPool) -> MessageWork:
-    """Start sending a tensor."""
+def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int, threads: ThreadPool) -> MessageWork | None:
+    """Start sending a tensor; None if it has been sent."""
+    data = compiled.bytes_of(tensor)
+    if data is not None:
+        request = group.isend(data, dst, tag=tag)
+        return None if _has_succeeded(request) else _send_work(group, request, tensor, dst, threads)
     engine_of(group, tensor.device)  # raises for devices that the group has no engine for
     check_movable(tensor)
     if tensor.device.type == "cpu":
         flat = source_of(tensor)
     else:
         flat = HostStagedP2P(group).on_host(tensor.data, timeout=group.timeout)
-    request = group.isend(bytes_of(flat), dst, tag=tag)
+    return _send_work(group, group.isend(bytes_of(flat), dst, tag=tag), tensor, dst, threads)
+
+
+def _has_succeeded(request: Request) -> bool:
+    """Return whether a transfer has ended without an error, which its work would raise."""
+    if not request.done():
+        return False
+    try:
+        request.wait(0.0)
+    except DistributedError:
+        return False
+    return True
+
+
+def _send_work(group: Backend, request: Request, tensor: torch.Tensor, dst: int, threads: ThreadPool) -> MessageWork:
     what = f"send by rank {group.rank} of group {group.name!r}: rank {dst} did not receive it"
     return MessageWork(request, tensor, seconds=group.timeout, what=what, threads=threads)
 
 
-def start_receive(group: Backend, tensor: torch.Tensor, src: int | None, tag: int, threads: ThreadPool) -> MessageWork:
-    """Start receiving a tensor from a rank, or from any rank."""
-    engine_of(group, tensor.device)
-    check_movable(tensor)
-    target = Target(tensor)
-    handoff, buffer, finish = None, target.flat, target.finish
-    if tensor.device.type != "cpu":
-        handoff = StreamHandoff(streams_of(tensor.device))
-        buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
-        finish = partial(_copy_to_device, handoff, target, buffer)
-    request = group.irecv(bytes_of(buffer), ANY_SOURCE if src is None else src, tag=tag)
+def start_receive(
+    group: Backend, tensor: torch.Tensor, src: int | None, tag: int, threads: ThreadPool
+) -> MessageWork | None:
+    """Start receiving a tensor from a rank, or from any rank; None if it has come from the rank that is named."""
+    handoff = finish = None
+    buffer = compiled.bytes_of(tensor)
+    if buffer is None:
+        engine_of(group, tensor.device)
+        check_movable(tensor)
+        target = Target(tensor)
+        flat, finish = target.flat, target.finish
+        if tensor.device.type != "cpu":
+            handoff = StreamHandoff(streams_of(tensor.device))
+            flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+            finish = partial(_copy_to_device, handoff, target, flat)
+        buffer = bytes_of(flat)
+    request = group.irecv(buffer, ANY_SOURCE if src is None else src, tag=tag)
+    if finish is None and src is not None and _has_succeeded(request):
+        return None
     sender = "any rank" if src is None else f"rank {src}"
     what = f"recv by rank {group.rank} of group {group.name!r}: nothing came from {sender}"
     return MessageWork(

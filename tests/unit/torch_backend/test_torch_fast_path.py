@@ -301,3 +301,58 @@ def test_works_that_nobody_waits_for():
         assert tensor.unique().item() == 2
 
     _run(program)
+
+
+@pytest.mark.parametrize("given", [_plain, _strided, _parameter])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.complex64, torch.uint16])
+def test_messages(given, dtype):
+    """Tensors of any layout and type, in both orders of send and receive; an empty one; works that are done."""
+
+    def program(made):
+        rank, other = made.rank(), 1 - made.rank()
+        for count in (0, 1, 3, 100_000):
+            for early in (0, 1):
+                mine = torch.full((count,), 1 + rank).to(dtype)
+                out = torch.zeros(count).to(dtype)
+                is_given = dtype is torch.float32 or given is not _parameter
+                mine, out = (given(mine), given(out)) if is_given else (mine, out)
+                if rank == early:
+                    made.send([mine], other, 7).wait()
+                    received = made.recv([out], other, 7)
+                else:
+                    received = made.recv([out], other, 7)
+                    made.send([mine], other, 7).wait()
+                received.wait()
+                assert received.is_completed()
+                assert received.is_success()
+                assert out.to(torch.complex64).eq(1 + other).all()
+        tensor = torch.zeros(1)
+        sent = made.send([torch.full((1,), float(rank))], other, 8)
+        received = made.recv_anysource([tensor], 8)
+        received.wait()
+        sent.wait()
+        assert received._source_rank() == other
+        assert tensor.item() == other
+
+    _run(program)
+
+
+def test_a_message_keeps_its_tensor():
+    """A send that has not been received holds the memory that it is to send."""
+
+    def program(made):
+        tensors = [torch.full((300_000,), float(step)) for step in range(4)]
+        if made.rank() == 0:
+            works = [made.send([tensor], 1, 0) for tensor in tensors]
+            tensors.clear()
+            made.barrier(_options(dist.BarrierOptions)).wait()
+            for sent in works:
+                sent.wait()
+        else:
+            made.barrier(_options(dist.BarrierOptions)).wait()
+            for step in range(4):
+                out = torch.empty(300_000)
+                made.recv([out], 0, 0).wait()
+                assert out.unique().item() == step
+
+    _run(program)

@@ -40,6 +40,7 @@ def load() -> ModuleType:
 
 
 _FAST_FUNCTIONS = (
+    "bytes_of",
     *("fast_all_gather", "fast_all_gather_data", "fast_all_gather_uneven", "fast_all_to_all", "fast_all_to_all_data"),
     *("fast_all_to_all_list", "fast_all_to_all_single_data", "fast_all_to_all_single_uneven", "fast_allreduce"),
     *("fast_allreduce_data", "fast_barrier", "fast_broadcast", "fast_broadcast_data", "fast_gather"),
