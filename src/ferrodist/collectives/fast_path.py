@@ -28,6 +28,7 @@ from ferrodist.backends import process_group
 from ferrodist.backends.native.binding import compiled, is_native_available
 from ferrodist.backends.process_group import find_group
 from ferrodist.backends.tags import Channel, channel_tag
+from ferrodist.collectives.call_log import reported, start_log
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.tensor_protocol import MAX_DIMS, cancel_payload, payload_ids, unclaimed_tensors
 from ferrodist.collectives.work import PendingCollective, collector
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
 
 
+@reported
 def start_allreduce(tensor: torch.Tensor, op: Any, group: Backend | None, out: torch.Tensor | None) -> Any:
     """`async_allreduce`."""
     path = _path_of(group)
@@ -49,6 +51,7 @@ def start_allreduce(tensor: torch.Tensor, op: Any, group: Backend | None, out: t
     return started and _NativeWork("allreduce", path.engine, started, tensor, target, {"op": op})
 
 
+@reported
 def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None) -> Any:
     """`async_broadcast`, in place."""
     path = _path_of(group)
@@ -58,6 +61,7 @@ def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out:
     return started and _NativeWork("broadcast", path.engine, started, tensor, tensor, {"root": root})
 
 
+@reported
 def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None) -> Any:
     """`async_all_gather` along dim 0."""
     path = _path_of(group)
@@ -70,6 +74,7 @@ def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out:
     return started and _NativeWork("all_gather", path.engine, started, tensor, target, {"dim": 0})
 
 
+@reported
 def start_reduce_scatter(
     tensor: torch.Tensor, op: Any, dim: int, group: Backend | None, out: torch.Tensor | None
 ) -> Any:
@@ -84,6 +89,7 @@ def start_reduce_scatter(
     return started and _NativeWork("reduce_scatter", path.engine, started, tensor, target, {"op": op, "dim": 0})
 
 
+@reported
 def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Tensor | None) -> Any:
     """`async_all_to_all` of one tensor in even parts of dim 0."""
     path = _path_of(group)
@@ -199,6 +205,7 @@ class _NativeWork(PendingCollective[Any]):
 
 if is_native_available():
     _makers = (_like, _gathered, _scattered, _rows, _empty)  # in the order of `Shape` in native/bindings/fast_call.h
+    start_log()
     compiled.load_fast_paths(collector, *process_group.default_holders(), _makers, _new)
 
 

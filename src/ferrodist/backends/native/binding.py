@@ -6,6 +6,7 @@ The ids are those of the enums in native/, in their order.
 from __future__ import annotations
 
 import importlib
+import os
 import struct
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
 _reason: str | None = None
@@ -53,8 +54,34 @@ def _take_general_path(*_: object) -> None:
     return None
 
 
+class ReportingModule:
+    """The compiled module, whose fast functions report each call; `call_log` of collectives/ sets ``report``."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.report: Callable[[str, tuple[Any, ...], Any], None] = lambda _name, _arguments, _result: None
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if name not in _FAST_FUNCTIONS:
+            return found
+
+        def call(*arguments: Any) -> Any:
+            result = found(*arguments)
+            self.report(name, arguments, result)
+            return result
+
+        return call
+
+
 compiled: Any = _module or SimpleNamespace(**dict.fromkeys(_FAST_FUNCTIONS, _take_general_path))
-"""The compiled module; where it is missing, its `_FAST_FUNCTIONS` alone, which leave every call to the general path."""
+"""The compiled module; where it is missing, its `_FAST_FUNCTIONS` alone, which leave every call to the general path.
+
+A `ReportingModule` of it, if the environment asks for a log of calls.
+"""
+
+if os.environ.get("FERRODIST_EXPLAIN_CALLS"):
+    compiled = ReportingModule(compiled)
 
 
 def why_no_native() -> str | None:

@@ -1,0 +1,121 @@
+"""The log of calls, with FERRODIST_EXPLAIN_CALLS=1: which path each collective took, and why not the fast one.
+
+Each call that differs from those before, in its name, tensors or reason, is one line of the logger "ferrodist.calls"::
+
+    allreduce(float32[1024]): fast path
+    all_gather(float32[8, 4]): general path: a tensor is not contiguous
+
+At the end of the process the lines come once more with how often, if there were several.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.backends.base import Backend
+from ferrodist.backends.collective_op import dtype_name
+from ferrodist.backends.native.binding import ReportingModule, compiled, is_native_available
+from ferrodist.backends.process_group import find_group
+from ferrodist.collectives.work import collector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_LINES = 1000
+"""How many lines that differ are logged."""
+
+_FAST_DTYPES = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.bool),
+}
+
+_log = logging.getLogger("ferrodist.calls")
+_counts: Counter[str] = Counter()
+
+
+def start_log() -> None:
+    """Log the calls of the compiled module from now on, if the environment asked for it; to stderr by default."""
+    if not isinstance(compiled, ReportingModule):
+        return
+    if not _log.handlers and not logging.getLogger().handlers:
+        _log.addHandler(logging.StreamHandler())
+    _log.setLevel(logging.DEBUG)
+    compiled.report = report
+    atexit.register(_log_counts)
+
+
+def reported(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Log the calls of a fast path that is written in Python, if the environment asks for it."""
+    if not isinstance(compiled, ReportingModule):
+        return function
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
+        report(function.__name__, (*arguments, *options.values()), result)
+        return result
+
+    return call
+
+
+def report(name: str, arguments: tuple[Any, ...], result: Any) -> None:
+    """Log a call of a fast path, which returned ``result``."""
+    is_general = result is None or result is False or type(result) is list
+    tensors = ", ".join(f"{dtype_name(each.dtype)}{list(each.shape)}" for each in _tensors_in(arguments[:1]))
+    call = name.removeprefix("fast_").removesuffix("_data").replace("start_", "async_")
+    line = f"{call}({tensors}): " + (f"general path: {_why_general(name, arguments)}" if is_general else "fast path")
+    _counts[line] += 1
+    if _counts[line] == 1 and len(_counts) <= _LINES:
+        _log.debug("%s", line)
+
+
+def _why_general(name: str, arguments: tuple[Any, ...]) -> str:
+    """Why the fast path has left a call to the general one, as far as that can be seen from outside."""
+    if not is_native_available():
+        return "this installation has no native engine"
+    if collector.get() is not None:
+        return "it is inside coalesce()"
+    given = next((each for each in arguments if isinstance(each, Backend)), None)
+    group: Any = find_group(None) if given is None else given
+    path = getattr(group, "fast_path", None)
+    if path is None:
+        return f"group {group.name!r} is a {type(group).__name__}, which has no compiled engine, or has ended"
+    if path.communicator is None:
+        return "it is the group's first collective, which opens the engine"
+    for tensor in _tensors_in(arguments):
+        reason = _why_not_plain(tensor, ignores_gradients=name.endswith("_data"))
+        if reason:
+            return f"a tensor {reason}"
+    return "its arguments have no fast path (dims, operations, sizes, overlaps), or are wrong"
+
+
+def _why_not_plain(tensor: torch.Tensor, *, ignores_gradients: bool) -> str | None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"is a {type(tensor).__name__}"
+    reasons = (
+        (tensor.device.type != "cpu", f"is on {tensor.device}"),
+        (tensor.layout is not torch.strided or tensor.is_nested, f"has layout {tensor.layout}"),
+        (tensor.dtype not in _FAST_DTYPES, f"is {dtype_name(tensor.dtype)}"),
+        (tensor.requires_grad and not ignores_gradients, "requires grad"),
+        (tensor.layout is torch.strided and not tensor.is_contiguous(), "is not contiguous"),
+        (tensor.is_neg(), "is lazily negated"),
+    )
+    return next((reason for holds, reason in reasons if holds), None)
+
+
+def _tensors_in(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    for each in arguments:
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from (part for part in each if isinstance(part, torch.Tensor))
+
+
+def _log_counts() -> None:
+    if sum(_counts.values()) > len(_counts):
+        for line, count in _counts.most_common(_LINES):
+            _log.debug("%d times %s", count, line)

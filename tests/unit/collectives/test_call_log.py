@@ -1,0 +1,78 @@
+"""The log of calls, in processes of their own: the environment switches it on when ferrodist is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ferrodist.backends.native import is_native_available
+
+_PROGRAM = """
+import torch
+import torch.distributed as dist
+import ferrodist as fd
+from ferrodist.testing import run_ranks
+from ferrodist.torch_backend.process_group import FerrodistProcessGroup
+
+def program(group):
+    tensor = torch.ones(4, 4)
+    for _ in range(3):
+        fd.allreduce(tensor)
+    fd.allreduce(tensor.t())
+    fd.allreduce(torch.ones(2, requires_grad=True))
+    fd.all_gather(tensor, 1)
+    fd.broadcast(torch.ones(2, dtype=torch.complex64))
+    fd.async_allreduce(torch.ones(2)).wait()
+    fd.all_gather_object(1)
+    with fd.coalesce():
+        fd.async_allreduce(torch.ones(3))
+    options = dist.GatherOptions()
+    options.asyncOp = False
+    FerrodistProcessGroup(group).gather([[torch.ones(1)]], [torch.ones(1)], options)
+
+run_ranks(program, 1, backend=%r)
+"""
+
+
+def _log_of(backend, **environment):
+    command = [sys.executable, "-c", _PROGRAM % backend]
+    ended = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+    return ended.stderr.splitlines()
+
+
+@pytest.mark.skipif(not is_native_available(), reason="this installation was built without the native engine")
+def test_each_call_says_its_path_and_why():
+    """One line for each call that differs, and how often each came at the end."""
+    lines = _log_of("native-threads", FERRODIST_EXPLAIN_CALLS="1")
+    unusual = "its arguments have no fast path (dims, operations, sizes, overlaps), or are wrong"
+    expected = [
+        "allreduce(float32[4, 4]): fast path",
+        "allreduce(float32[4, 4]): general path: a tensor is not contiguous",
+        "allreduce(float32[2]): general path: a tensor requires grad",
+        f"all_gather(float32[4, 4]): general path: {unusual}",
+        "broadcast(complex64[2]): general path: a tensor is complex64",
+        "async_allreduce(float32[2]): fast path",
+        "gather_object(uint8[2]): fast path",
+        "async_allreduce(float32[3]): general path: it is inside coalesce()",
+        "gather(float32[1]): fast path",
+    ]
+    assert lines[: len(expected)] == expected
+    assert "3 times allreduce(float32[4, 4]): fast path" in lines
+    assert "1 times gather(float32[1]): fast path" in lines
+
+
+def test_other_engines_are_named():
+    """Every call of a group without the compiled engine says so."""
+    lines = _log_of("simulated", FERRODIST_EXPLAIN_CALLS="1")
+    reason = "is a SimulatedBackend, which has no compiled engine, or has ended"
+    if is_native_available():
+        assert f"allreduce(float32[4, 4]): general path: group 'world' {reason}" in lines
+    assert not any("fast path" in line for line in lines)
+
+
+def test_without_the_variable_nothing_is_logged():
+    """Calls don't pay for the log."""
+    assert _log_of("simulated") == []
