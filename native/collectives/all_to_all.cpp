@@ -12,8 +12,8 @@ namespace ferrodist {
 namespace {
 
 // The payload's part before the offer: whether all parts that this rank sends and expects have one size, and which, and
-// all of its parts if they are small. If all ranks announce the same size no counts are compared; if all ranks' parts
-// are small, they need no slots.
+// all of its parts if they are small, or the addresses of larger ones that are in tensors of their own. If all ranks
+// announce the same size no counts are compared; if all ranks' parts are small, they need no slots.
 class InlineParts {
 public:
     // `part_bytes` is the common size of the parts, if they have one; `sent_bytes` is their sum.
@@ -28,6 +28,24 @@ public:
         std::memcpy(payload, &header_, sizeof header_);
         if (is_inline_) copy_parts(payload + sizeof header_);
         return payload + sizeof header_ + max_parts_bytes;
+    }
+
+    // Whether there is room for the addresses of parts that are not small.
+    [[nodiscard]] bool has_room_for_addresses() const {
+        return !is_inline_ && static_cast<std::size_t>(context_.num_ranks) * sizeof(std::uint64_t) <= max_parts_bytes;
+    }
+    void write_addresses(std::byte* payload, std::span<const std::byte* const> sources) const {
+        for (std::size_t r = 0; r < sources.size(); ++r) {
+            const auto address = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(sources[r]));
+            std::memcpy(payload + sizeof header_ + r * sizeof address, &address, sizeof address);
+        }
+    }
+    // After `enter`, if rank r has written them: the address of its part for this rank.
+    [[nodiscard]] std::uint64_t address_at(std::size_t r) const {
+        std::uint64_t address = 0;
+        std::memcpy(&address, of(static_cast<int>(r)) + static_cast<std::size_t>(context_.rank) * sizeof address,
+                    sizeof address);
+        return address;
     }
 
     // After `enter`: what holds for all ranks.
@@ -141,14 +159,22 @@ void exchange_parts(Context& context, std::span<std::byte* const> outs, std::spa
         const auto sent = context.fabric.counts(static_cast<int>(r));
         return std::accumulate(sent.begin(), sent.begin() + context.rank, std::uint64_t{0}) * element_size;
     };
+    // A rank whose parts are in tensors of their own offers address 0, and has written the parts' addresses.
     const auto direct = [&](const Sources& offered) {
         for_others([&](std::size_t r) {
-            offered.copy(static_cast<int>(r), offset_at(r), outs[r], receive_counts[r] * element_size);
+            const bool are_apart = !offered.are_mapped() && offered.address_of(static_cast<int>(r)) == 0;
+            offered.copy(static_cast<int>(r), are_apart ? inline_parts.address_at(r) : offset_at(r), outs[r],
+                         receive_counts[r] * element_size);
         });
         copy_own();
     };
-    Offer offer;  // none for parts in tensors of their own: the others would have to know every part's address
-    if (whole != nullptr) offer = offer_source(context, Operation::all_to_all, whole, sent_bytes, sent_bytes / ranks);
+    Offer offer;
+    if (whole != nullptr) {
+        offer = offer_source(context, Operation::all_to_all, whole, sent_bytes, sent_bytes / ranks);
+    } else if (inline_parts.has_room_for_addresses()) {
+        offer = offer_source(context, Operation::all_to_all, nullptr, 0, sent_bytes / ranks);
+        inline_parts.write_addresses(payload, sources);
+    }
     make_offer(context, offer_at, offer, stage, staged_for, deadline);
     context.fabric.enter(deadline);
     const InlineParts::Common common = inline_parts.common();

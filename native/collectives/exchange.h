@@ -109,6 +109,11 @@ public:
 
     [[nodiscard]] bool are_mapped() const { return is_mapped_; }
 
+    // The address of rank r's source in its process, unless they are mapped.
+    [[nodiscard]] std::uint64_t address_of(int r) const {
+        return offered_by(context_, payload_, r).addresses[1].offset;
+    }
+
 private:
     const Context& context_;
     const std::byte* payload_;

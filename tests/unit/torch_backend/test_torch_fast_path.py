@@ -356,3 +356,29 @@ def test_a_message_keeps_its_tensor():
                 assert out.unique().item() == step
 
     _run(program)
+
+
+@pytest.mark.parametrize("backend", ["native-threads", "native"])
+@pytest.mark.parametrize("count", [3, 5000, 40_000, 400_000])
+def test_lists_meet_single_tensors(backend, count):
+    """One rank exchanges lists, another rows of one tensor: small parts, and parts in slots or read in place."""
+
+    def program(made):
+        rank, everyone = made.rank(), range(made.size())
+        options = _options(dist.AllToAllOptions)
+        for turn in range(6):
+            rows = [[count + source + 2 * to for to in everyone] for source in everyone]
+            sent = [_part(rank + turn, to, rows[rank][to]) for to in everyone]
+            arrived = [_part(source + turn, rank, rows[source][rank]) for source in everyone]
+            if (rank + turn) % 3 == 0:
+                whole = torch.empty(sum(len(each) for each in arrived))
+                received = [len(each) for each in arrived]
+                made.all_to_all_single(whole, torch.cat(sent), received, rows[rank], options).wait()
+                outputs = whole.split(received)
+            else:
+                outputs = [torch.empty_like(each) for each in arrived]
+                made.alltoall(outputs, sent, options).wait()
+            for found, expected in zip(outputs, arrived, strict=True):
+                assert torch.equal(found, expected)
+
+    _run(program, 3, backend)
