@@ -116,6 +116,15 @@ private:
 
 // A call of one of the functions below.
 struct DataCall {
+    DataCall(OpenFastPath group_path, const char* name, nb::handle for_error, std::size_t size, nb::handle one,
+             nb::handle other, nb::handle starts)
+        : path(std::move(group_path)),
+          operation(name),
+          tensor(for_error),
+          bytes(size),
+          tensors{nb::borrow(one), nb::borrow(other)},
+          is_started(starts.ptr() == Py_True) {}
+
     OpenFastPath path;
     const char* operation;
     nb::handle tensor;                  // for the error
@@ -172,12 +181,8 @@ PyObject* fast_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t 
     const auto view = path ? view_data(tensor.ptr()) : std::nullopt;
     const auto reduction = view ? reduction_of(op, view->dtype) : std::nullopt;
     if (!reduction) Py_RETURN_FALSE;
-    return make_call({.path = std::move(*path),
-                      .operation = "allreduce",
-                      .tensor = tensor,
-                      .bytes = view->count * size_of(view->dtype),
-                      .tensors = {nb::borrow(tensor), nb::object()},
-                      .is_started = arguments[3] == Py_True},
+    return make_call(DataCall(std::move(*path), "allreduce", tensor, view->count * size_of(view->dtype), tensor,
+                              nb::handle(), arguments[3]),
                      {{"op", op.ptr()}}, {},
                      [data = view->data, elements = view->count, reduction = *reduction](Context& context,
                                                                                          const Deadline& deadline) {
@@ -195,12 +200,8 @@ PyObject* fast_reduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t cou
     const int root = reduction ? root_of(arguments[1], *path) : -1;
     if (root < 0) Py_RETURN_FALSE;
     std::byte* const out = path->communicator->rank() == root ? view->data : nullptr;
-    return make_call({.path = std::move(*path),
-                      .operation = "reduce",
-                      .tensor = tensor,
-                      .bytes = view->count * size_of(view->dtype),
-                      .tensors = {nb::borrow(tensor), nb::object()},
-                      .is_started = arguments[4] == Py_True},
+    return make_call(DataCall(std::move(*path), "reduce", tensor, view->count * size_of(view->dtype), tensor,
+                              nb::handle(), arguments[4]),
                      {{"op", op.ptr()}, {"root", arguments[1]}}, {},
                      [out, source = view->data, elements = view->count, root, reduction = *reduction](
                          Context& context, const Deadline& deadline) {
@@ -217,12 +218,8 @@ PyObject* fast_broadcast_data(PyObject*, PyObject* const* arguments, Py_ssize_t 
     const int root = view ? root_of(arguments[1], *path) : -1;
     if (root < 0) Py_RETURN_FALSE;
     return make_call(
-        {.path = std::move(*path),
-         .operation = "broadcast",
-         .tensor = tensor,
-         .bytes = view->count * size_of(view->dtype),
-         .tensors = {nb::borrow(tensor), nb::object()},
-         .is_started = arguments[3] == Py_True},
+        DataCall(std::move(*path), "broadcast", tensor, view->count * size_of(view->dtype), tensor, nb::handle(),
+                 arguments[3]),
         {{"root", arguments[1]}}, {},
         [data = view->data, elements = view->count, dtype = view->dtype, root](
             Context& context, const Deadline& deadline) { broadcast(context, data, elements, dtype, root, deadline); });
@@ -243,12 +240,8 @@ PyObject* fast_all_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t
     const std::vector<std::size_t> counts(ranks, part->count);
     const nb::object dim = nb::int_(0);
     return make_call(
-        {.path = std::move(*path),
-         .operation = "all_gather",
-         .tensor = tensor,
-         .bytes = outs->total() * size_of(part->dtype),
-         .tensors = {nb::borrow(tensor), outputs},
-         .is_started = arguments[3] == Py_True},
+        DataCall(std::move(*path), "all_gather", tensor, outs->total() * size_of(part->dtype), tensor, outputs,
+                 arguments[3]),
         {{"dim", dim.ptr()}}, counts,
         [outs = std::move(*outs), source = part->data, dtype = part->dtype, counts](Context& context,
                                                                                     const Deadline& deadline) {
@@ -273,12 +266,8 @@ PyObject* fast_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t cou
         if (!outs || !outs->fit(*part, ranks)) Py_RETURN_FALSE;
     }
     const std::vector<std::size_t> counts(ranks, part->count);
-    return make_call({.path = std::move(*path),
-                      .operation = "gather",
-                      .tensor = tensor,
-                      .bytes = ranks * part->count * size_of(part->dtype),
-                      .tensors = {nb::borrow(tensor), outputs},
-                      .is_started = arguments[4] == Py_True},
+    return make_call(DataCall(std::move(*path), "gather", tensor, ranks * part->count * size_of(part->dtype), tensor,
+                              outputs, arguments[4]),
                      {{"root", arguments[2]}}, counts,
                      [outs = std::move(outs), source = part->data, dtype = part->dtype, counts, root](
                          Context& context, const Deadline& deadline) {
@@ -309,12 +298,8 @@ PyObject* fast_scatter_data(PyObject*, PyObject* const* arguments, Py_ssize_t co
         if (!sources || !sources->fit(*part, ranks)) Py_RETURN_FALSE;
     }
     const std::vector<std::size_t> counts(ranks, part->count);
-    return make_call({.path = std::move(*path),
-                      .operation = "scatter",
-                      .tensor = tensor,
-                      .bytes = ranks * part->count * size_of(part->dtype),
-                      .tensors = {nb::borrow(tensor), inputs},
-                      .is_started = arguments[4] == Py_True},
+    return make_call(DataCall(std::move(*path), "scatter", tensor, ranks * part->count * size_of(part->dtype), tensor,
+                              inputs, arguments[4]),
                      {{"root", arguments[2]}}, counts,
                      [sources = std::move(sources), out = part->data, dtype = part->dtype, counts, root](
                          Context& context, const Deadline& deadline) {
@@ -342,12 +327,8 @@ PyObject* fast_reduce_scatter_data(PyObject*, PyObject* const* arguments, Py_ssi
     if (!sources || !sources->fit(*part, ranks)) Py_RETURN_FALSE;
     const std::vector<std::size_t> counts(ranks, part->count);
     const nb::object dim = nb::int_(0);
-    return make_call({.path = std::move(*path),
-                      .operation = "reduce_scatter",
-                      .tensor = tensor,
-                      .bytes = sources->total() * size_of(part->dtype),
-                      .tensors = {nb::borrow(tensor), inputs},
-                      .is_started = arguments[4] == Py_True},
+    return make_call(DataCall(std::move(*path), "reduce_scatter", tensor, sources->total() * size_of(part->dtype),
+                              tensor, inputs, arguments[4]),
                      {{"op", op.ptr()}, {"dim", dim.ptr()}}, counts,
                      [sources = std::move(*sources), out = part->data, counts, reduction = *reduction](
                          Context& context, const Deadline& deadline) {
@@ -373,7 +354,7 @@ std::vector<std::size_t> split(const TensorView& tensor, nb::handle splits, cons
 // An exchange of parts, as many elements as `sent` and `received` say.
 PyObject* exchange(OpenFastPath path, nb::object outputs, nb::object inputs, const Elements& outs,
                    const Elements& sources, std::vector<std::size_t> received, std::vector<std::size_t> sent,
-                   bool is_started) {
+                   nb::handle starts) {
     const auto own_rank = static_cast<std::size_t>(path.communicator->rank());
     if (outs.dtype() != sources.dtype() || sent[own_rank] != received[own_rank]) Py_RETURN_FALSE;
     const std::size_t size = size_of(outs.dtype());
@@ -388,12 +369,8 @@ PyObject* exchange(OpenFastPath path, nb::object outputs, nb::object inputs, con
     const nb::object unit = nb::int_(1);
     const nb::object first = are_lists ? nb::borrow(PyTuple_GET_ITEM(inputs.ptr(), 0)) : inputs;
     return make_call(
-        {.path = std::move(path),
-         .operation = "all_to_all",
-         .tensor = first,
-         .bytes = std::max(outs.total(), sources.total()) * size,
-         .tensors = {inputs, outputs},
-         .is_started = is_started},
+        DataCall(std::move(path), "all_to_all", first, std::max(outs.total(), sources.total()) * size, inputs, outputs,
+                 starts),
         {{"unit", unit.ptr()}}, {},
         [from = std::move(from), to = std::move(to), sent = std::move(sent), received = std::move(received),
          dtype = outs.dtype(), are_lists](Context& context, const Deadline& deadline) {
@@ -416,7 +393,7 @@ PyObject* fast_all_to_all_single_data(PyObject*, PyObject* const* arguments, Py_
     auto sent = split(sources->parts()[0], arguments[3], *path);
     if (received.empty() || sent.empty()) Py_RETURN_FALSE;
     return exchange(std::move(*path), nb::borrow(arguments[0]), nb::borrow(arguments[1]), *outs, *sources,
-                    std::move(received), std::move(sent), arguments[5] == Py_True);
+                    std::move(received), std::move(sent), arguments[5]);
 }
 
 // Arguments: outputs, inputs, group.
@@ -429,7 +406,7 @@ PyObject* fast_all_to_all_data(PyObject*, PyObject* const* arguments, Py_ssize_t
     const auto sources = outs ? Elements::of(inputs, path->num_ranks()) : std::nullopt;
     if (!sources || any_overlap(outs->parts(), sources->parts())) Py_RETURN_FALSE;
     return exchange(std::move(*path), outputs, inputs, *outs, *sources, outs->counts(), sources->counts(),
-                    arguments[3] == Py_True);
+                    arguments[3]);
 }
 
 }  // namespace

@@ -83,10 +83,7 @@ def prepare_allreduce(
         RuntimeError: ``tensor`` needs gradients. Or as for `allreduce`, for wrong arguments.
         TypeError, ValueError, NotImplementedError, UnsupportedOpError: As for `allreduce`, for wrong arguments.
     """
-    group, _ = group_and_timeout(group, timeout)
-    out = _checked_out(partial(allreduce_call, tensor, op, group), out, timeout)
-    general = partial(allreduce, tensor, op, group=group, out=out, timeout=timeout)
-    return PreparedCollective(compiled.fast_allreduce, (tensor, op, group, out, timeout), general, out)
+    return _prepare(compiled.fast_allreduce, allreduce, allreduce_call, (tensor, op), group, out, timeout)
 
 
 def prepare_broadcast(
@@ -98,10 +95,7 @@ def prepare_broadcast(
     timeout: float | None = None,
 ) -> PreparedCollective:
     """Prepare a `broadcast`; see `prepare_allreduce`."""
-    group, _ = group_and_timeout(group, timeout)
-    out = _checked_out(partial(broadcast_call, tensor, root, group), out, timeout)
-    general = partial(broadcast, tensor, root, group=group, out=out, timeout=timeout)
-    return PreparedCollective(compiled.fast_broadcast, (tensor, root, group, out, timeout), general, out)
+    return _prepare(compiled.fast_broadcast, broadcast, broadcast_call, (tensor, root), group, out, timeout)
 
 
 def prepare_all_gather(
@@ -113,10 +107,7 @@ def prepare_all_gather(
     timeout: float | None = None,
 ) -> PreparedCollective:
     """Prepare an `all_gather`; see `prepare_allreduce`."""
-    group, _ = group_and_timeout(group, timeout)
-    out = _checked_out(partial(all_gather_call, tensor, dim, group), out, timeout)
-    general = partial(all_gather, tensor, dim, group=group, out=out, timeout=timeout)
-    return PreparedCollective(compiled.fast_all_gather, (tensor, dim, group, out, timeout), general, out)
+    return _prepare(compiled.fast_all_gather, all_gather, all_gather_call, (tensor, dim), group, out, timeout)
 
 
 def prepare_reduce_scatter(
@@ -129,10 +120,9 @@ def prepare_reduce_scatter(
     timeout: float | None = None,
 ) -> PreparedCollective:
     """Prepare a `reduce_scatter`; see `prepare_allreduce`."""
-    group, _ = group_and_timeout(group, timeout)
-    out = _checked_out(partial(reduce_scatter_call, tensor, op, dim, group), out, timeout)
-    general = partial(reduce_scatter, tensor, op, dim=dim, group=group, out=out, timeout=timeout)
-    return PreparedCollective(compiled.fast_reduce_scatter, (tensor, op, dim, group, out, timeout), general, out)
+    return _prepare(
+        compiled.fast_reduce_scatter, _reduce_scatter, reduce_scatter_call, (tensor, op, dim), group, out, timeout
+    )
 
 
 def prepare_all_to_all(
@@ -144,16 +134,25 @@ def prepare_all_to_all(
 ) -> PreparedCollective:
     """Prepare an `all_to_all` of one tensor; see `prepare_allreduce`."""
     check_tensor(tensor)
-    group, _ = group_and_timeout(group, timeout)
-    out = _checked_out(partial(all_to_all_call, tensor, group), out, timeout)
-    general = partial(all_to_all, tensor, group=group, out=out, timeout=timeout)
-    return PreparedCollective(compiled.fast_all_to_all, (tensor, group, out, timeout), general, out)
+    return _prepare(compiled.fast_all_to_all, all_to_all, all_to_all_call, (tensor,), group, out, timeout)
 
 
-def _checked_out(
-    make_call: Callable[..., PreparedCall[Any]], out: torch.Tensor | None, timeout: float | None
-) -> torch.Tensor:
-    """The output tensor, ``out`` or a new one, of a call whose arguments are right; raises for others."""
-    made: torch.Tensor = make_call(None, timeout).finish() if out is None else out
-    make_call(made, timeout)
-    return made
+def _reduce_scatter(tensor: torch.Tensor, op: Op, dim: int, **options: Any) -> torch.Tensor:
+    return reduce_scatter(tensor, op, dim=dim, **options)
+
+
+def _prepare(  # noqa: PLR0917 - the arguments of the functions above
+    fast: Callable[..., Any],
+    general: Callable[..., Any],
+    make_call: Callable[..., PreparedCall[Any]],
+    arguments: tuple[Any, ...],
+    group: Backend | None,
+    out: torch.Tensor | None,
+    timeout: float | None,
+) -> PreparedCollective:
+    """Prepare ``general(*arguments)``; ``make_call``, which makes its call, raises for wrong arguments."""
+    chosen, _ = group_and_timeout(group, timeout)
+    made: torch.Tensor = make_call(*arguments, chosen, None, timeout).finish() if out is None else out
+    make_call(*arguments, chosen, made, timeout)
+    run = partial(general, *arguments, group=chosen, out=made, timeout=timeout)
+    return PreparedCollective(fast, (*arguments, chosen, made, timeout), run, made)
