@@ -5,6 +5,7 @@
 
 #include <exception>
 #include <initializer_list>
+#include <new>
 #include <optional>
 #include <span>
 #include <utility>
@@ -37,8 +38,10 @@ constexpr PyMethodDef fast_method(const char* name) {
             return Function(self, arguments, count);
         } catch (nb::python_error& error) {
             error.restore();
-        } catch (const std::exception& error) {  // no memory
-            PyErr_SetString(PyExc_MemoryError, error.what());
+        } catch (const std::bad_alloc&) {
+            PyErr_NoMemory();
+        } catch (const std::exception& error) {
+            PyErr_SetString(PyExc_RuntimeError, error.what());
         }
         return nullptr;
     };

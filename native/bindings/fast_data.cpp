@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <array>
-#include <functional>
 #include <memory>
+#include <new>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -22,20 +22,33 @@ namespace {
 // [Note: calls of data]
 // Each function takes the tensors of a method of torch's process group, root and op, then the group, and at last whether
 // to start the call. It returns True when the call was done, False if the general path is to make it, and for a started
-// call a tuple: its `Started`, and for the error the operation, a tensor, and the other fields of a `CollectiveOp`.
+// call a tuple: its `Started`, and for the error the operation, a tensor, and other fields of a `CollectiveOp`.
 //
-// What a call gives to the engine is what torch_backend/collectives.py gives it for the same call, so that ranks on both
-// paths meet: numbers of elements, and units of one element. Lists of different sizes, which ranks must compare first,
-// and tensors that overlap are left to that module.
+// What a call gives to the engine is what torch_backend/collectives.py gives it for the same call, so that the ranks may
+// take different paths: numbers of elements, and units of one element. Lists of different sizes, which ranks must
+// compare first, and tensors that overlap are left to that module.
 
 // A tensor, or a list or tuple of tensors as a tuple of its own: another thread may change the list.
-nb::object own(nb::handle given) {
+nb::object as_tuple(nb::handle given) {
     if (!PyList_CheckExact(given.ptr()) && !PyTuple_CheckExact(given.ptr())) return nb::borrow(given);
     return nb::steal(PySequence_Tuple(given.ptr()));
 }
 
-// An input or output: one tensor, or a tuple with one for each rank, whose elements follow each other. Whoever holds it
-// keeps the tensors.
+// The same with aliases of the tensors.
+nb::object aliases_of(nb::handle tensors) {
+    if (!tensors.is_valid()) return {};
+    if (!PyTuple_CheckExact(tensors.ptr())) {
+        nb::object alias = nb::steal(alias_of(tensors.ptr()));
+        if (!alias.is_valid()) throw nb::python_error();
+        return alias;
+    }
+    nb::list aliases;
+    for (const nb::handle tensor : nb::borrow<nb::tuple>(tensors)) aliases.append(aliases_of(tensor));
+    return aliases;
+}
+
+// An input or output: one tensor, or a tuple with one for each rank, whose elements follow each other. Its holder keeps
+// the tensors alive.
 class Elements {
 public:
     // Nothing if they are not all plain tensors of one dtype.
@@ -79,22 +92,27 @@ public:
                part.data == parts_[0].data + static_cast<std::size_t>(r) * part.count * size_of(part.dtype);
     }
 
-    // Calls `use(address)` with the elements in one place: of several tensors a copy.
-    template <class Use>
-    void read(const Use& use) const {
-        if (parts_.size() == 1) return use(static_cast<const std::byte*>(parts_[0].data));
-        const auto joined = make_room();
-        std::byte* to = joined.get();
-        for (const TensorView& part : parts_) to = std::copy_n(part.data, part.count * size_of(part.dtype), to);
-        use(static_cast<const std::byte*>(joined.get()));
+    // Makes room for the elements of several tensors in one place. False if there is no memory, or if they are so large
+    // that torch copies them faster, with several threads.
+    [[nodiscard]] bool make_room() {
+        constexpr std::size_t most_bytes = 1024 * 1024;
+        if (parts_.size() == 1) return true;
+        const std::size_t bytes = total_ * size_of(dtype());
+        if (bytes <= most_bytes) room_ = std::shared_ptr<std::byte[]>(new (std::nothrow) std::byte[bytes]);
+        return room_ != nullptr;
     }
-    // Calls `use(address)` with a place to write them to: for several tensors they are copied from there.
-    template <class Use>
-    void write(const Use& use) const {
-        if (parts_.size() == 1) return use(parts_[0].data);
-        const auto joined = make_room();
-        use(joined.get());
-        const std::byte* from = joined.get();
+    // The elements in one place: of several tensors a copy.
+    [[nodiscard]] const std::byte* read() const {
+        std::byte* to = memory();
+        if (parts_.size() > 1)
+            for (const TensorView& part : parts_) to = std::copy_n(part.data, part.count * size_of(part.dtype), to);
+        return memory();
+    }
+    // A place to write them to, from which `finish` copies them to several tensors.
+    [[nodiscard]] std::byte* memory() const { return parts_.size() == 1 ? parts_[0].data : room_.get(); }
+    void finish() const {
+        if (parts_.size() == 1) return;
+        const std::byte* from = room_.get();
         for (const TensorView& part : parts_) {
             std::copy_n(from, part.count * size_of(part.dtype), part.data);
             from += part.count * size_of(part.dtype);
@@ -106,57 +124,48 @@ private:
         parts_.push_back(part);
         total_ += part.count;
     }
-    [[nodiscard]] std::unique_ptr<std::byte[]> make_room() const {
-        return std::make_unique_for_overwrite<std::byte[]>(total_ * size_of(dtype()));
-    }
-
     std::vector<TensorView> parts_;
     std::size_t total_ = 0;  // elements
+    std::shared_ptr<std::byte[]> room_;
 };
 
 // A call of one of the functions below.
 struct DataCall {
-    DataCall(OpenFastPath group_path, const char* name, nb::handle for_error, std::size_t size, nb::handle one,
-             nb::handle other, nb::handle starts)
-        : path(std::move(group_path)),
-          operation(name),
-          tensor(for_error),
-          bytes(size),
-          tensors{nb::borrow(one), nb::borrow(other)},
-          is_started(starts.ptr() == Py_True) {}
-
     OpenFastPath path;
     const char* operation;
-    nb::handle tensor;                  // for the error
-    std::size_t bytes;                  // that it moves
-    std::array<nb::object, 2> tensors;  // that it reads and writes
+    nb::handle tensor;  // for the error
     bool is_started;
+    std::array<nb::handle, 2> tensors;                 // that it reads and writes; a started call keeps them alive
+    std::initializer_list<Fact> facts;                 // for the error
+    const std::vector<std::size_t>* counts = nullptr;  // the same, if given
 };
 
-// Makes a call, or starts it. `facts` are for its error, with `counts` unless that is empty.
-template <class Collective>
-PyObject* make_call(const DataCall& call, std::initializer_list<Fact> facts, const std::vector<std::size_t>& counts,
-                    Collective collective) {
-    const auto all_facts = [&] {
-        nb::dict all;
-        for (const auto& [name, value] : facts) all[name] = nb::borrow(value);
-        nb::list elements;
-        for (const std::size_t count : counts) elements.append(count);
-        if (!counts.empty()) all["counts"] = elements;
-        return all;
-    };
+nb::dict facts_of(const DataCall& call) {
+    nb::dict all;
+    for (const auto& [name, value] : call.facts) all[name] = nb::borrow(value);
+    if (call.counts == nullptr) return all;
+    nb::list elements;
+    for (const std::size_t count : *call.counts) elements.append(count);
+    all["counts"] = elements;
+    return all;
+}
+
+// Makes or starts a call, if `check(go)` allows it.
+template <class Check>
+PyObject* make_call(const DataCall& call, const Check& check) {
     if (call.is_started) {
-        auto started = std::make_unique<Started>(*call.path.communicator, call.tensors[0], call.tensors[1]);
-        started->starter(call.path.timeout)(call.bytes, std::move(collective));
-        return nb::make_tuple(std::move(started), call.operation, call.tensor, all_facts()).release().ptr();
+        auto started = std::make_unique<Started>(*call.path.communicator, aliases_of(call.tensors[0]),
+                                                 aliases_of(call.tensors[1]));
+        if (!check(started->starter(call.path.timeout))) Py_RETURN_FALSE;
+        return nb::make_tuple(std::move(started), call.operation, call.tensor, facts_of(call)).release().ptr();
     }
     try {
-        run(call.path, call.bytes, collective);
+        return PyBool_FromLong(
+            check([&](std::size_t size, const auto& collective) { run(call.path, size, collective); }));
     } catch (...) {
-        raise_for(call.path, call.operation, call.tensor, nb::none(), all_facts());
+        raise_for(call.path, call.operation, call.tensor, nb::none(), facts_of(call));
         return nullptr;
     }
-    Py_RETURN_TRUE;
 }
 
 // A root that is a rank of the group, else -1.
@@ -165,176 +174,170 @@ int root_of(nb::handle root, const OpenFastPath& path) {
     return index < path.communicator->num_ranks() ? index : -1;
 }
 
-std::optional<Reduction> reduction_of(nb::handle op, DType dtype) {
-    const int number = number_of(op);
-    if (!has_no_factor(number)) return std::nullopt;
-    const Reduction reduction{.dtype = dtype, .op = static_cast<ReduceOp>(number)};
-    if (find_fold(dtype, reduction.op, InstructionSet::baseline) == nullptr) return std::nullopt;
-    return reduction;
-}
-
-// Arguments: tensor, op, group.
+// Arguments: tensor, op, group, whether to start it.
 PyObject* fast_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0], op = arguments[1];
-    auto path = find_fast_path(arguments[2]);
+    const auto path = find_fast_path(arguments[2]);
     const auto view = path ? view_data(tensor.ptr()) : std::nullopt;
-    const auto reduction = view ? reduction_of(op, view->dtype) : std::nullopt;
-    if (!reduction) Py_RETURN_FALSE;
-    return make_call(DataCall(std::move(*path), "allreduce", tensor, view->count * size_of(view->dtype), tensor,
-                              nb::handle(), arguments[3]),
-                     {{"op", op.ptr()}}, {},
-                     [data = view->data, elements = view->count, reduction = *reduction](Context& context,
-                                                                                         const Deadline& deadline) {
-                         allreduce(context, data, data, elements, reduction, deadline);
-                     });
+    if (!view) Py_RETURN_FALSE;
+    return make_call({*path, "allreduce", tensor, arguments[3] == Py_True, {tensor}, {{"op", op.ptr()}}},
+                     [&](const auto& go) { return run_allreduce_if_plain(Pair{*view, *view}, number_of(op), go); });
 }
 
-// Arguments: tensor, root, op, group.
+// Arguments: tensor, root, op, group, whether to start it.
 PyObject* fast_reduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 5) Py_RETURN_FALSE;
-    const nb::handle tensor = arguments[0], op = arguments[2];
-    auto path = find_fast_path(arguments[3]);
+    const nb::handle tensor = arguments[0], root = arguments[1], op = arguments[2];
+    const auto path = find_fast_path(arguments[3]);
     const auto view = path ? view_data(tensor.ptr()) : std::nullopt;
-    const auto reduction = view ? reduction_of(op, view->dtype) : std::nullopt;
-    const int root = reduction ? root_of(arguments[1], *path) : -1;
-    if (root < 0) Py_RETURN_FALSE;
-    std::byte* const out = path->communicator->rank() == root ? view->data : nullptr;
-    return make_call(DataCall(std::move(*path), "reduce", tensor, view->count * size_of(view->dtype), tensor,
-                              nb::handle(), arguments[4]),
-                     {{"op", op.ptr()}, {"root", arguments[1]}}, {},
-                     [out, source = view->data, elements = view->count, root, reduction = *reduction](
-                         Context& context, const Deadline& deadline) {
-                         reduce(context, out, source, elements, root, reduction, deadline);
-                     });
-}
-
-// Arguments: tensor, root, group.
-PyObject* fast_broadcast_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 4) Py_RETURN_FALSE;
-    const nb::handle tensor = arguments[0];
-    auto path = find_fast_path(arguments[2]);
-    const auto view = path ? view_data(tensor.ptr()) : std::nullopt;
-    const int root = view ? root_of(arguments[1], *path) : -1;
-    if (root < 0) Py_RETURN_FALSE;
+    if (!view) Py_RETURN_FALSE;
     return make_call(
-        DataCall(std::move(*path), "broadcast", tensor, view->count * size_of(view->dtype), tensor, nb::handle(),
-                 arguments[3]),
-        {{"root", arguments[1]}}, {},
-        [data = view->data, elements = view->count, dtype = view->dtype, root](
-            Context& context, const Deadline& deadline) { broadcast(context, data, elements, dtype, root, deadline); });
-}
-
-// Arguments: outputs, tensor, group.
-PyObject* fast_all_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 4) Py_RETURN_FALSE;
-    const nb::handle tensor = arguments[1];
-    auto path = find_fast_path(arguments[2]);
-    const auto part = path ? view_data(tensor.ptr()) : std::nullopt;
-    if (!part) Py_RETURN_FALSE;
-    const std::size_t ranks = path->num_ranks();
-    const nb::object outputs = own(arguments[0]);
-    auto outs = Elements::of(outputs, ranks);
-    if (!outs || !(outs->fit(*part, ranks) || outs->have_as_part(*part, path->communicator->rank(), ranks)))
-        Py_RETURN_FALSE;
-    const std::vector<std::size_t> counts(ranks, part->count);
-    const nb::object dim = nb::int_(0);
-    return make_call(
-        DataCall(std::move(*path), "all_gather", tensor, outs->total() * size_of(part->dtype), tensor, outputs,
-                 arguments[3]),
-        {{"dim", dim.ptr()}}, counts,
-        [outs = std::move(*outs), source = part->data, dtype = part->dtype, counts](Context& context,
-                                                                                    const Deadline& deadline) {
-            outs.write([&](std::byte* out) { all_gather(context, out, source, counts, dtype, 0, deadline); });
+        {*path, "reduce", tensor, arguments[4] == Py_True, {tensor}, {{"op", op.ptr()}, {"root", root.ptr()}}},
+        [&](const auto& go) {
+            return run_reduce_if_plain(*path->communicator, Pair{*view, *view}, number_of(op), index_of(root), go);
         });
 }
 
-// Arguments: outputs, tensor, root, group.
+// Arguments: tensor, root, group, whether to start it.
+PyObject* fast_broadcast_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 4) Py_RETURN_FALSE;
+    const nb::handle tensor = arguments[0], root = arguments[1];
+    const auto path = find_fast_path(arguments[2]);
+    const auto view = path ? view_data(tensor.ptr()) : std::nullopt;
+    if (!view) Py_RETURN_FALSE;
+    return make_call({*path, "broadcast", tensor, arguments[3] == Py_True, {tensor}, {{"root", root.ptr()}}},
+                     [&](const auto& go) {
+                         return run_broadcast_if_plain(*path->communicator, Pair{*view, *view}, index_of(root), go);
+                     });
+}
+
+// A tensor that is a rank's part, and the tensors with all ranks' parts.
+struct Parts {
+    TensorView part;
+    std::optional<Elements> all;      // nothing on a rank that has none
+    std::vector<std::size_t> counts;  // elements of each part
+    nb::object tensors;               // of `all`
+
+    [[nodiscard]] std::size_t bytes() const { return counts.size() * part.count * size_of(part.dtype); }
+
+    // Nothing unless the tensors are plain and fit together. `has_all` says whether this rank has all parts.
+    static std::optional<Parts> of(const OpenFastPath& path, nb::handle tensor, nb::handle given, bool has_all) {
+        const auto part = view_data(tensor.ptr());
+        if (!part) return std::nullopt;
+        const std::size_t ranks = path.num_ranks();
+        Parts found{.part = *part, .all = {}, .counts = std::vector<std::size_t>(ranks, part->count), .tensors = {}};
+        if (!has_all) return found;
+        found.tensors = as_tuple(given);
+        found.all = Elements::of(found.tensors, ranks);
+        if (!found.all || !found.all->make_room()) return std::nullopt;
+        return found;
+    }
+    [[nodiscard]] bool fit() const { return !all || all->fit(part, counts.size()); }
+};
+
+// Arguments: outputs, tensor, group, whether to start it.
+PyObject* fast_all_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 4) Py_RETURN_FALSE;
+    const nb::handle tensor = arguments[1];
+    const auto path = find_fast_path(arguments[2]);
+    const auto parts = path ? Parts::of(*path, tensor, arguments[0], true) : std::nullopt;
+    if (!parts) Py_RETURN_FALSE;
+    const bool is_in_place = parts->all->have_as_part(parts->part, path->communicator->rank(), path->num_ranks());
+    if (!is_in_place && !parts->fit()) Py_RETURN_FALSE;
+    const nb::object dim = nb::int_(0);
+    return make_call({*path,
+                      "all_gather",
+                      tensor,
+                      arguments[3] == Py_True,
+                      {tensor, parts->tensors},
+                      {{"dim", dim.ptr()}},
+                      &parts->counts},
+                     [&](const auto& go) {
+                         go(parts->bytes(), [outs = *parts->all, part = parts->part, counts = parts->counts](
+                                                Context& context, const Deadline& deadline) {
+                             all_gather(context, outs.memory(), part.data, counts, part.dtype, 0, deadline);
+                             outs.finish();
+                         });
+                         return true;
+                     });
+}
+
+// Arguments: outputs, tensor, root, group, whether to start it.
 PyObject* fast_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 5) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[1];
-    auto path = find_fast_path(arguments[3]);
-    const auto part = path ? view_data(tensor.ptr()) : std::nullopt;
-    const int root = part ? root_of(arguments[2], *path) : -1;
+    const auto path = find_fast_path(arguments[3]);
+    const int root = path ? root_of(arguments[2], *path) : -1;
     if (root < 0) Py_RETURN_FALSE;
-    const std::size_t ranks = path->num_ranks();
-    nb::object outputs;
-    std::optional<Elements> outs;
-    if (path->communicator->rank() == root) {
-        outputs = own(arguments[0]);
-        outs = Elements::of(outputs, ranks);
-        if (!outs || !outs->fit(*part, ranks)) Py_RETURN_FALSE;
-    }
-    const std::vector<std::size_t> counts(ranks, part->count);
-    return make_call(DataCall(std::move(*path), "gather", tensor, ranks * part->count * size_of(part->dtype), tensor,
-                              outputs, arguments[4]),
-                     {{"root", arguments[2]}}, counts,
-                     [outs = std::move(outs), source = part->data, dtype = part->dtype, counts, root](
-                         Context& context, const Deadline& deadline) {
-                         const auto move = [&](std::byte* out) {
-                             gather(context, out, source, counts, dtype, root, deadline);
-                         };
-                         if (outs)
-                             outs->write(move);
-                         else
-                             move(nullptr);
+    const auto parts = Parts::of(*path, tensor, arguments[0], path->communicator->rank() == root);
+    if (!parts || !parts->fit()) Py_RETURN_FALSE;
+    return make_call({*path,
+                      "gather",
+                      tensor,
+                      arguments[4] == Py_True,
+                      {tensor, parts->tensors},
+                      {{"root", arguments[2]}},
+                      &parts->counts},
+                     [&](const auto& go) {
+                         go(parts->bytes(), [outs = parts->all, part = parts->part, counts = parts->counts, root](
+                                                Context& context, const Deadline& deadline) {
+                             gather(context, outs ? outs->memory() : nullptr, part.data, counts, part.dtype, root,
+                                    deadline);
+                             if (outs) outs->finish();
+                         });
+                         return true;
                      });
 }
 
-// Arguments: tensor, inputs, root, group.
+// Arguments: tensor, inputs, root, group, whether to start it.
 PyObject* fast_scatter_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 5) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0];
-    auto path = find_fast_path(arguments[3]);
-    const auto part = path ? view_data(tensor.ptr()) : std::nullopt;
-    const int root = part ? root_of(arguments[2], *path) : -1;
+    const auto path = find_fast_path(arguments[3]);
+    const int root = path ? root_of(arguments[2], *path) : -1;
     if (root < 0) Py_RETURN_FALSE;
-    const std::size_t ranks = path->num_ranks();
-    nb::object inputs;
-    std::optional<Elements> sources;
-    if (path->communicator->rank() == root) {
-        inputs = own(arguments[1]);
-        sources = Elements::of(inputs, ranks);
-        if (!sources || !sources->fit(*part, ranks)) Py_RETURN_FALSE;
-    }
-    const std::vector<std::size_t> counts(ranks, part->count);
-    return make_call(DataCall(std::move(*path), "scatter", tensor, ranks * part->count * size_of(part->dtype), tensor,
-                              inputs, arguments[4]),
-                     {{"root", arguments[2]}}, counts,
-                     [sources = std::move(sources), out = part->data, dtype = part->dtype, counts, root](
-                         Context& context, const Deadline& deadline) {
-                         const auto move = [&](const std::byte* source) {
-                             scatter(context, out, source, counts, dtype, root, deadline);
-                         };
-                         if (sources)
-                             sources->read(move);
-                         else
-                             move(nullptr);
+    const auto parts = Parts::of(*path, tensor, arguments[1], path->communicator->rank() == root);
+    if (!parts || !parts->fit()) Py_RETURN_FALSE;
+    return make_call({*path,
+                      "scatter",
+                      tensor,
+                      arguments[4] == Py_True,
+                      {tensor, parts->tensors},
+                      {{"root", arguments[2]}},
+                      &parts->counts},
+                     [&](const auto& go) {
+                         go(parts->bytes(), [sources = parts->all, part = parts->part, counts = parts->counts, root](
+                                                Context& context, const Deadline& deadline) {
+                             scatter(context, part.data, sources ? sources->read() : nullptr, counts, part.dtype, root,
+                                     deadline);
+                         });
+                         return true;
                      });
 }
 
-// Arguments: tensor, inputs, op, group.
+// Arguments: tensor, inputs, op, group, whether to start it.
 PyObject* fast_reduce_scatter_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 5) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0], op = arguments[2];
-    auto path = find_fast_path(arguments[3]);
-    const auto part = path ? view_data(tensor.ptr()) : std::nullopt;
-    const auto reduction = part ? reduction_of(op, part->dtype) : std::nullopt;
-    if (!reduction) Py_RETURN_FALSE;
-    const std::size_t ranks = path->num_ranks();
-    const nb::object inputs = own(arguments[1]);
-    auto sources = Elements::of(inputs, ranks);
-    if (!sources || !sources->fit(*part, ranks)) Py_RETURN_FALSE;
-    const std::vector<std::size_t> counts(ranks, part->count);
+    const auto path = find_fast_path(arguments[3]);
+    const auto parts = path ? Parts::of(*path, tensor, arguments[1], true) : std::nullopt;
+    const auto found = parts ? reduction_of(parts->part.dtype, number_of(op)) : std::nullopt;
+    if (!found || !parts->fit()) Py_RETURN_FALSE;
     const nb::object dim = nb::int_(0);
-    return make_call(DataCall(std::move(*path), "reduce_scatter", tensor, sources->total() * size_of(part->dtype),
-                              tensor, inputs, arguments[4]),
-                     {{"op", op.ptr()}, {"dim", dim.ptr()}}, counts,
-                     [sources = std::move(*sources), out = part->data, counts, reduction = *reduction](
-                         Context& context, const Deadline& deadline) {
-                         sources.read([&](const std::byte* source) {
-                             reduce_scatter(context, out, source, counts, 0, reduction, deadline);
+    return make_call({*path,
+                      "reduce_scatter",
+                      tensor,
+                      arguments[4] == Py_True,
+                      {tensor, parts->tensors},
+                      {{"op", op.ptr()}, {"dim", dim.ptr()}},
+                      &parts->counts},
+                     [&](const auto& go) {
+                         go(parts->bytes(), [sources = *parts->all, out = parts->part.data, counts = parts->counts,
+                                             reduction = *found](Context& context, const Deadline& deadline) {
+                             reduce_scatter(context, out, sources.read(), counts, 0, reduction, deadline);
                          });
+                         return true;
                      });
 }
 
@@ -352,9 +355,9 @@ std::vector<std::size_t> split(const TensorView& tensor, nb::handle splits, cons
 }
 
 // An exchange of parts, as many elements as `sent` and `received` say.
-PyObject* exchange(OpenFastPath path, nb::object outputs, nb::object inputs, const Elements& outs,
-                   const Elements& sources, std::vector<std::size_t> received, std::vector<std::size_t> sent,
-                   nb::handle starts) {
+PyObject* exchange(const OpenFastPath& path, nb::handle outputs, nb::handle inputs, const Elements& outs,
+                   const Elements& sources, const std::vector<std::size_t>& received,
+                   const std::vector<std::size_t>& sent, bool is_started) {
     const auto own_rank = static_cast<std::size_t>(path.communicator->rank());
     if (outs.dtype() != sources.dtype() || sent[own_rank] != received[own_rank]) Py_RETURN_FALSE;
     const std::size_t size = size_of(outs.dtype());
@@ -367,46 +370,45 @@ PyObject* exchange(OpenFastPath path, nb::object outputs, nb::object inputs, con
     for (std::size_t r = 0, before = 0; r < path.num_ranks(); before += received[r++])
         to.push_back(are_lists ? outs.parts()[r].data : outs.parts()[0].data + before * size);
     const nb::object unit = nb::int_(1);
-    const nb::object first = are_lists ? nb::borrow(PyTuple_GET_ITEM(inputs.ptr(), 0)) : inputs;
+    const nb::handle first = are_lists ? nb::handle(PyTuple_GET_ITEM(inputs.ptr(), 0)) : inputs;
     return make_call(
-        DataCall(std::move(path), "all_to_all", first, std::max(outs.total(), sources.total()) * size, inputs, outputs,
-                 starts),
-        {{"unit", unit.ptr()}}, {},
-        [from = std::move(from), to = std::move(to), sent = std::move(sent), received = std::move(received),
-         dtype = outs.dtype(), are_lists](Context& context, const Deadline& deadline) {
-            if (are_lists)
-                all_to_all(context, to, from, sent, received, 1, dtype, deadline);
-            else
-                all_to_all(context, to[0], from[0], sent, received, 1, dtype, deadline);
+        {path, "all_to_all", first, is_started, {inputs, outputs}, {{"unit", unit.ptr()}}}, [&](const auto& go) {
+            go(std::max(outs.total(), sources.total()) * size,
+               [from, to, sent, received, dtype = outs.dtype(), are_lists](Context& context, const Deadline& deadline) {
+                   if (are_lists)
+                       all_to_all(context, to, from, sent, received, 1, dtype, deadline);
+                   else
+                       all_to_all(context, to[0], from[0], sent, received, 1, dtype, deadline);
+               });
+            return true;
         });
 }
 
-// Arguments: output, input, output_splits, input_splits, group.
+// Arguments: output, input, output_splits, input_splits, group, whether to start it.
 PyObject* fast_all_to_all_single_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 6) Py_RETURN_FALSE;
-    auto path = find_fast_path(arguments[4]);
+    const auto path = find_fast_path(arguments[4]);
     if (!path || PyTuple_CheckExact(arguments[0]) || PyTuple_CheckExact(arguments[1])) Py_RETURN_FALSE;
     const auto outs = Elements::of(arguments[0], 1);
     const auto sources = outs ? Elements::of(arguments[1], 1) : std::nullopt;
     if (!sources || overlap({sources->parts()[0], outs->parts()[0]})) Py_RETURN_FALSE;
-    auto received = split(outs->parts()[0], arguments[2], *path);
-    auto sent = split(sources->parts()[0], arguments[3], *path);
+    const auto received = split(outs->parts()[0], arguments[2], *path);
+    const auto sent = split(sources->parts()[0], arguments[3], *path);
     if (received.empty() || sent.empty()) Py_RETURN_FALSE;
-    return exchange(std::move(*path), nb::borrow(arguments[0]), nb::borrow(arguments[1]), *outs, *sources,
-                    std::move(received), std::move(sent), arguments[5]);
+    return exchange(*path, arguments[0], arguments[1], *outs, *sources, received, sent, arguments[5] == Py_True);
 }
 
-// Arguments: outputs, inputs, group.
+// Arguments: outputs, inputs, group, whether to start it.
 PyObject* fast_all_to_all_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_FALSE;
-    auto path = find_fast_path(arguments[2]);
-    const nb::object outputs = own(arguments[0]), inputs = own(arguments[1]);
+    const auto path = find_fast_path(arguments[2]);
+    const nb::object outputs = as_tuple(arguments[0]), inputs = as_tuple(arguments[1]);
     if (!path || !PyTuple_CheckExact(outputs.ptr()) || !PyTuple_CheckExact(inputs.ptr())) Py_RETURN_FALSE;
     const auto outs = Elements::of(outputs, path->num_ranks());
     const auto sources = outs ? Elements::of(inputs, path->num_ranks()) : std::nullopt;
     if (!sources || any_overlap(outs->parts(), sources->parts())) Py_RETURN_FALSE;
-    return exchange(std::move(*path), outputs, inputs, *outs, *sources, outs->counts(), sources->counts(),
-                    arguments[3]);
+    return exchange(*path, outputs, inputs, *outs, *sources, outs->counts(), sources->counts(),
+                    arguments[3] == Py_True);
 }
 
 }  // namespace

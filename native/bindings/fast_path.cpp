@@ -43,11 +43,12 @@ PyObject* fast_reduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (!path) Py_RETURN_NONE;
     const bool is_root = index_of(root) == path->communicator->rank();
     if (!is_root && !out.is_none()) Py_RETURN_NONE;  // the general path refuses it
-    return run_fast(
-        *path, "reduce", tensor, is_root ? result_of(out, tensor, Shape::same) : result_of(out, tensor, Shape::nothing),
-        {{"op", op.ptr()}, {"root", root.ptr()}}, [&](nb::handle result, const auto& go) {
-            return run_reduce_if_plain(*path->communicator, tensor, result, number_of(op), index_of(root), go);
-        });
+    return run_fast(*path, "reduce", tensor,
+                    is_root ? result_of(out, tensor, Shape::same) : result_of(out, tensor, Shape::nothing),
+                    {{"op", op.ptr()}, {"root", root.ptr()}}, [&](nb::handle result, const auto& go) {
+                        return run_reduce_if_plain(*path->communicator, view_pair(tensor, is_root ? result : tensor),
+                                                   number_of(op), index_of(root), go);
+                    });
 }
 
 PyObject* fast_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -57,7 +58,8 @@ PyObject* fast_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "broadcast", tensor, result_of(out, tensor, Shape::same), {{"root", root.ptr()}},
                     [&](nb::handle result, const auto& go) {
-                        return run_broadcast_if_plain(*path->communicator, tensor, result, index_of(root), go);
+                        return run_broadcast_if_plain(*path->communicator, view_pair(tensor, result), index_of(root),
+                                                      go);
                     });
 }
 
@@ -218,8 +220,9 @@ void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
         .def(
             "start_broadcast",
             [](Communicator& self, nb::handle tensor, nb::handle out, int root, double timeout) {
-                return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return run_broadcast_if_plain(self, tensor, out, root, go); });
+                return start(self, tensor, out, timeout, [&](const auto& go) {
+                    return run_broadcast_if_plain(self, view_pair(tensor, out), root, go);
+                });
             },
             "tensor"_a.none(), "out"_a.none(), "root"_a, "timeout"_a)
         .def(

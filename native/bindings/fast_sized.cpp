@@ -106,9 +106,9 @@ bool fits_rows(const TensorView& out, const TensorView& part, std::size_t rows) 
            std::equal(out.shape.begin() + 1, out.shape.end(), part.shape.begin() + 1);
 }
 
-// Ends the group for an exception of Python after the ranks have shared their sizes: a signal handler's, or no memory for
-// the result. Returns null.
-PyObject* leave(const OpenFastPath& path, const char* name) {
+// Ends the group for an exception of Python after the ranks have shared their sizes: a signal handler's, or no memory
+// for the result. Returns null.
+PyObject* fail_after_share(const OpenFastPath& path, const char* name) {
     const nb::object text = nb::steal(PyUnicode_FromString(name));
     try {
         throw nb::python_error();
@@ -154,7 +154,7 @@ PyObject* concatenate(const OpenFastPath& path, const char* name, nb::handle ten
     if (rows_found != nullptr) *rows_found = rows;
     const std::size_t total = std::accumulate(rows.begin(), rows.end(), std::size_t{0});
     const nb::object result = result_of(out, tensor, has_result ? Shape::rows : Shape::nothing, total);
-    if (!result.is_valid()) return leave(path, name);
+    if (!result.is_valid()) return fail_after_share(path, name);
     const auto pair = view_pair(tensor, result);
     if (!pair || (has_result && (!fits_rows(pair->out, pair->source, total) || overlap(*pair))))
         return as_list(payloads);
@@ -267,7 +267,7 @@ PyObject* fast_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
     nb::object result = nb::borrow(out);
     if (out.is_none())
         result = is_root ? result_of(out, tensor, Shape::rows, own_rows) : new_tensor(found->dtype, shape, own_rows);
-    if (!result.is_valid()) return leave(*path, "scatter");
+    if (!result.is_valid()) return fail_after_share(*path, "scatter");
     const auto part = view_tensor(result.ptr());
     const TensorView described{.data = nullptr, .count = 0, .dtype = static_cast<DType>(found->dtype), .shape = shape};
     if (!part || !fits_rows(*part, described, own_rows)) return as_list(payloads);
@@ -343,7 +343,7 @@ PyObject* fast_object_from_root(PyObject*, PyObject* const* arguments, Py_ssize_
     const std::array<std::int64_t, 1> shape = {static_cast<std::int64_t>(size)};
     const nb::object result =
         is_root && !is_scatter ? nb::borrow(encoded) : new_tensor(static_cast<std::uint8_t>(DType::uint8), shape, size);
-    if (!result.is_valid()) return leave(*path, name);
+    if (!result.is_valid()) return fail_after_share(*path, name);
     const auto view = view_tensor(result.ptr());
     if (!view) return as_list(payloads);
     const auto move = [&](const char* operation, const auto& collective) {

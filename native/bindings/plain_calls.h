@@ -26,6 +26,14 @@ inline bool has_no_factor(int op) {
     return op >= 0 && op < static_cast<int>(ReduceOp::premultiplied_sum);
 }
 
+// The fold of a reduce operation without a factor, by its number; nothing if the dtype has none.
+inline std::optional<Reduction> reduction_of(DType dtype, int op) {
+    if (!has_no_factor(op)) return std::nullopt;
+    const Reduction reduction{.dtype = dtype, .op = static_cast<ReduceOp>(op)};
+    if (find_fold(dtype, reduction.op, InstructionSet::baseline) == nullptr) return std::nullopt;
+    return reduction;
+}
+
 struct Pair {
     TensorView source;
     TensorView out;
@@ -58,37 +66,35 @@ inline bool fits(std::span<const std::int64_t> longer, std::span<const std::int6
 
 template <class Go>
 bool run_allreduce_if_plain(const std::optional<Pair>& pair, int op, const Go& go) {
-    if (!pair || !has_no_factor(op) || !std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
+    if (!pair || !std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
     if (pair->source.data != pair->out.data && overlap(*pair)) return false;
-    const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
-    if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
-    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->source.count, reduction](
-                                Context& context, const Deadline& deadline) {
+    const auto found = reduction_of(pair->source.dtype, op);
+    if (!found) return false;
+    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->source.count,
+                             reduction = *found](Context& context, const Deadline& deadline) {
         allreduce(context, out, source, count, reduction, deadline);
     });
     return true;
 }
 
-// Only the root has a result; elsewhere `out` is not used.
+// Only the root has a result; elsewhere `pair->out` is not used.
 template <class Go>
-bool run_reduce_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int op, int root, const Go& go) {
-    if (root < 0 || root >= self.num_ranks() || !has_no_factor(op)) return false;
-    const bool is_root = self.rank() == root;
-    const auto pair = view_pair(tensor, is_root ? out : tensor);
-    if (!pair || !std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
+bool run_reduce_if_plain(const Communicator& self, const std::optional<Pair>& pair, int op, int root, const Go& go) {
+    if (!pair || root < 0 || root >= self.num_ranks()) return false;
+    if (!std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
     if (pair->source.data != pair->out.data && overlap(*pair)) return false;
-    const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
-    if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
-    go(size_of_pair(*pair), [out = is_root ? pair->out.data : nullptr, source = pair->source.data,
-                             count = pair->source.count, root, reduction](Context& context, const Deadline& deadline) {
-        reduce(context, out, source, count, root, reduction, deadline);
-    });
+    const auto found = reduction_of(pair->source.dtype, op);
+    if (!found) return false;
+    go(size_of_pair(*pair),
+       [out = self.rank() == root ? pair->out.data : nullptr, source = pair->source.data, count = pair->source.count,
+        root, reduction = *found](Context& context, const Deadline& deadline) {
+           reduce(context, out, source, count, root, reduction, deadline);
+       });
     return true;
 }
 
 template <class Go>
-bool run_broadcast_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int root, const Go& go) {
-    const auto pair = view_pair(tensor, out);
+bool run_broadcast_if_plain(const Communicator& self, const std::optional<Pair>& pair, int root, const Go& go) {
     if (!pair || root < 0 || root >= self.num_ranks()) return false;
     if (!std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
     if (pair->source.data != pair->out.data && overlap(*pair)) return false;
@@ -121,12 +127,11 @@ bool run_all_gather_if_plain(const Communicator& self, nb::handle tensor, nb::ha
 template <class Go>
 bool run_reduce_scatter_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int op, const Go& go) {
     const auto pair = view_pair(tensor, out);
-    if (!pair || !has_no_factor(op) || !fits(pair->source.shape, pair->out.shape, self.num_ranks()) || overlap(*pair))
-        return false;
-    const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
-    if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
-    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->out.count, reduction](
-                                Context& context, const Deadline& deadline) {
+    if (!pair || !fits(pair->source.shape, pair->out.shape, self.num_ranks()) || overlap(*pair)) return false;
+    const auto found = reduction_of(pair->source.dtype, op);
+    if (!found) return false;
+    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->out.count,
+                             reduction = *found](Context& context, const Deadline& deadline) {
         std::fill(context.counts.begin(), context.counts.end(), count);
         reduce_scatter(context, out, source, context.counts, 0, reduction, deadline);
     });

@@ -31,9 +31,9 @@ public:
     }
 
     auto starter(double timeout) {
-        return [this, timeout](std::size_t size, const auto& collective) {
+        return [this, timeout](std::size_t size, auto collective) {
             communicator_.free_retained();
-            pending_ = communicator_.start(timeout, size, collective);
+            pending_ = communicator_.start(timeout, size, std::move(collective));
         };
     }
     [[nodiscard]] bool is_started() const noexcept { return pending_ != nullptr; }

@@ -217,6 +217,11 @@ std::optional<std::pair<TensorView, TensorView>> view_tensors(PyObject* tensor, 
     return second ? std::optional(std::pair(*first, *second)) : std::nullopt;
 }
 
+PyObject* alias_of(PyObject* tensor) {
+    static PyObject* const name = PyUnicode_InternFromString("data");
+    return PyObject_GetAttr(tensor, name);
+}
+
 bool mark_written(PyObject* tensor) {
     PyObject* tensors = PyTuple_Pack(1, tensor);
     if (tensors == nullptr) return false;

@@ -36,6 +36,9 @@ std::optional<TensorView> view_data(PyObject* tensor);
 // The views of the two tensors of a call, which may be the same one.
 std::optional<std::pair<TensorView, TensorView>> view_tensors(PyObject* tensor, PyObject* other);
 
+// `tensor.data`, which holds the memory also when `tensor` is given another one; null with a Python error set.
+PyObject* alias_of(PyObject* tensor);
+
 // Bumps a tensor's version, so that autograd notices the write if it has saved the tensor for a backward. False with a
 // Python error set.
 bool mark_written(PyObject* tensor);

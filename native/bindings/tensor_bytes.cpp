@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <optional>
+#include <utility>
 
 #include "bindings/tensor.h"
 
@@ -15,7 +16,8 @@ using namespace nanobind::literals;
 
 namespace {
 
-// The memory of a contiguous tensor, which it keeps alive.
+// The memory of a contiguous tensor, which it keeps alive: `tensor` is an alias, for the user's own may be given other
+// memory. Only resizing the storage frees it.
 struct TensorBytes {
     nb::object tensor;
     std::byte* data;
@@ -35,11 +37,13 @@ void bind_tensor_bytes(nb::module_& m) {
     nb::class_<TensorBytes>(m, "TensorBytes", nb::type_slots(buffer_slots),
                             "The memory of a tensor, as a writable buffer that keeps it alive.");
     m.def(
-        "bytes_of",
+        "view_bytes",
         [](nb::handle tensor) -> std::optional<TensorBytes> {
             const auto view = view_data(tensor.ptr());
             if (!view || view->count == 0) return std::nullopt;
-            return TensorBytes{nb::borrow(tensor), view->data, view->count * size_of(view->dtype)};
+            nb::object alias = nb::steal(alias_of(tensor.ptr()));
+            if (!alias.is_valid()) throw nb::python_error();
+            return TensorBytes{std::move(alias), view->data, view->count * size_of(view->dtype)};
         },
         "tensor"_a, "The memory of a tensor; None unless it is plain, and has elements.");
 }

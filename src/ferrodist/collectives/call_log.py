@@ -62,15 +62,32 @@ def reported(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_SHARING = {"fast_all_gather_uneven", "fast_gather", "fast_scatter", "fast_gather_object", "fast_object_from_root"}
+"""Functions that return a list where the general path goes on."""
+
+
 def report(name: str, arguments: tuple[Any, ...], result: Any) -> None:
-    """Log a call of a fast path, which returned ``result``."""
-    is_general = result is None or result is False or type(result) is list
+    """Log a call of a fast path, with what it returned or raised."""
+    is_general = result is None or result is False or (type(result) is list and name in _SHARING)
     tensors = ", ".join(f"{dtype_name(each.dtype)}{list(each.shape)}" for each in _tensors_in(arguments[:1]))
-    call = name.removeprefix("fast_").removesuffix("_data").replace("start_", "async_")
-    line = f"{call}({tensors}): " + (f"general path: {_why_general(name, arguments)}" if is_general else "fast path")
+    line = f"{_public_name(name, arguments)}({tensors}): "
+    if isinstance(result, BaseException):
+        line += f"fast path, raised {type(result).__name__}"
+    else:
+        line += f"general path: {_why_general(name, arguments)}" if is_general else "fast path"
     _counts[line] += 1
     if _counts[line] == 1 and len(_counts) <= _LINES:
         _log.debug("%s", line)
+
+
+def _public_name(name: str, arguments: tuple[Any, ...]) -> str:
+    """The name of the call that a function is the fast path of."""
+    if name == "fast_gather_object":
+        return "all_gather_object" if arguments[1] is None else "gather_object"
+    if name == "fast_object_from_root":
+        return "scatter_object" if arguments[2] else "broadcast_object"
+    name = name.removeprefix("fast_").removesuffix("_data").removesuffix("_list")
+    return name.replace("start_", "async_")
 
 
 def _why_general(name: str, arguments: tuple[Any, ...]) -> str:
@@ -81,16 +98,17 @@ def _why_general(name: str, arguments: tuple[Any, ...]) -> str:
         return "it is inside coalesce()"
     given = next((each for each in arguments if isinstance(each, Backend)), None)
     group: Any = find_group(None) if given is None else given
+    if group is None:
+        return "there is no group"
     path = getattr(group, "fast_path", None)
     if path is None:
-        return f"group {group.name!r} is a {type(group).__name__}, which has no compiled engine, or has ended"
+        return f"group {group.name!r}, a {type(group).__name__}, has no compiled engine, or has ended"
     if path.communicator is None:
         return "it is the group's first collective, which opens the engine"
-    for tensor in _tensors_in(arguments):
-        reason = _why_not_plain(tensor, ignores_gradients=name.endswith("_data"))
-        if reason:
-            return f"a tensor {reason}"
-    return "its arguments have no fast path (dims, operations, sizes, overlaps), or are wrong"
+    ignores_gradients = name.endswith("_data")
+    reasons = (_why_not_plain(tensor, ignores_gradients=ignores_gradients) for tensor in _tensors_in(arguments))
+    reason = next(filter(None, reasons), None)
+    return f"a tensor {reason}" if reason else "its arguments have no fast path (dims, sizes, overlaps), or are wrong"
 
 
 def _why_not_plain(tensor: torch.Tensor, *, ignores_gradients: bool) -> str | None:

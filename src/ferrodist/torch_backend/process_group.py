@@ -30,6 +30,7 @@ from ferrodist.torch_backend.work import (
     DoneWork,
     FerrodistWork,
     JoinedWork,
+    MessageWork,
     PendingSends,
     can_drain,
     drain_pending,
@@ -183,29 +184,43 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     # Collectives. They try the compiled fast path first, if they have the default timeout: torch's unset timeout is
     # -1 ms, whose days are negative.
 
-    def _on_fast_path(
-        self, opts: Any, results: list[Any], function: Callable[..., Any], *arguments: Any
-    ) -> FerrodistWork | None:
-        """Make or start a call by a function of native/bindings/fast_data.cpp; None for one of the general path."""
-        if opts.timeout.days >= 0:
-            return None
-        level = self._levels.current()  # of this thread's depth of callbacks; [Note: callbacks] in `futures.py`
-        if not opts.asyncOp:
-            return self._done if function(*arguments, level.group, False) else None
-        started = start_data(function, *arguments, group=level.group)
-        return None if started is None else self._returned(level.work_of(started, results))
+    def _make(
+        self,
+        opts: Any,
+        results: list[Any],
+        fast: tuple[Any, ...] | None,
+        general: Callable[[], CheckedCall | list[CheckedCall]],
+    ) -> FerrodistWork:
+        """Make or start a call.
+
+        Args:
+            opts: torch's options.
+            results: What the work of a started call returns.
+            fast: A function of native/bindings/fast_data.cpp and its arguments, or None if the call has none.
+            general: Checks the arguments and prepares the call for the general path.
+        """
+        if fast is not None and opts.timeout.days < 0:
+            level = self._levels.current()  # of this thread's depth of callbacks; [Note: callbacks] in `futures.py`
+            function, *arguments = fast
+            if not opts.asyncOp:
+                if function(*arguments, level.group, False):
+                    return self._done
+            else:
+                started = start_data(function, *arguments, group=level.group)
+                if started is not None:
+                    return self._returned(level.work_of(started, results))
+        calls = general()
+        return self._run_all(calls, opts) if isinstance(calls, list) else self._run(calls, opts)
 
     @accept_options(dist.AllreduceOptions, 1, "op", in_lists=True)
     def allreduce(self, tensors: Tensors, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks, in place."""
         tensor = only(tensors, "allreduce")
+        if tensor.layout is not torch.strided:
+            return self._run_all(sparse_allreduce(self.group, tensor, reduction(opts.reduceOp)), opts)
         op = plain_reduction(opts.reduceOp)
-        work = op and self._on_fast_path(opts, [tensor], compiled.fast_allreduce_data, tensor, op)
-        if work:
-            return work
-        if tensor.layout is torch.strided:
-            return self._run(collectives.allreduce(tensor, reduction(opts.reduceOp)), opts)
-        return self._run_all(sparse_allreduce(self.group, tensor, reduction(opts.reduceOp)), opts)
+        fast = None if op is None else (compiled.fast_allreduce_data, tensor, op)
+        return self._make(opts, [tensor], fast, lambda: collectives.allreduce(tensor, reduction(opts.reduceOp)))
 
     @accept_options(dist.AllreduceCoalescedOptions, 1)
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> FerrodistWork:
@@ -215,32 +230,26 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @accept_options(dist.BroadcastOptions, 1, "root", in_lists=True)
     def broadcast(self, tensors: Tensors, opts: Any) -> FerrodistWork:
         """Copy the root's tensor to every rank."""
-        tensor = only(tensors, "broadcast")
-        check_root(self.group, opts.rootRank, "root")
-        work = self._on_fast_path(opts, [tensor], compiled.fast_broadcast_data, tensor, opts.rootRank)
-        if work:
-            return work
-        return self._run(collectives.broadcast(self.group, tensor, opts.rootRank), opts)
+        tensor, root = only(tensors, "broadcast"), check_root(self.group, opts.rootRank, "root")
+        fast = (compiled.fast_broadcast_data, tensor, root)
+        return self._make(opts, [tensor], fast, lambda: collectives.broadcast(self.group, tensor, root))
 
     @accept_options(dist.ReduceOptions, 1, "root", "op", in_lists=True)
     def reduce(self, tensors: Tensors, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks into the root's."""
-        tensor = only(tensors, "reduce")
-        check_root(self.group, opts.rootRank, "root")
+        tensor, root = only(tensors, "reduce"), check_root(self.group, opts.rootRank, "root")
         op = plain_reduction(opts.reduceOp)
-        work = op and self._on_fast_path(opts, [tensor], compiled.fast_reduce_data, tensor, opts.rootRank, op)
-        if work:
-            return work
-        return self._run(collectives.reduce(self.group, tensor, opts.rootRank, reduction(opts.reduceOp)), opts)
+        fast = None if op is None else (compiled.fast_reduce_data, tensor, root, op)
+        return self._make(
+            opts, [tensor], fast, lambda: collectives.reduce(self.group, tensor, root, reduction(opts.reduceOp))
+        )
 
     @accept_options(AllgatherOptions, 2, in_lists=True)
     def allgather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> FerrodistWork:
         """Gather tensors, whose sizes may differ, on every rank."""
         outputs, tensor = only(output_tensors, "allgather"), only(input_tensors, "allgather")
-        work = self._on_fast_path(opts, [outputs], compiled.fast_all_gather_data, outputs, tensor)
-        if work:
-            return work
-        return self._run_all(collectives.all_gather(self.group, outputs, tensor), opts)
+        fast = (compiled.fast_all_gather_data, outputs, tensor)
+        return self._make(opts, [outputs], fast, lambda: collectives.all_gather(self.group, outputs, tensor))
 
     @accept_options(AllgatherOptions, 2)
     def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any) -> FerrodistWork:
@@ -254,10 +263,8 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @accept_options(AllgatherOptions, 2)
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Gather tensors into one on every rank."""
-        work = self._on_fast_path(opts, [output], compiled.fast_all_gather_data, output, tensor)
-        if work:
-            return work
-        return self._run(collectives.all_gather_single(self.group, output, tensor), opts)
+        fast = (compiled.fast_all_gather_data, output, tensor)
+        return self._make(opts, [output], fast, lambda: collectives.all_gather_single(self.group, output, tensor))
 
     @accept_options(AllgatherOptions, 2)
     def all_gather_single_coalesced(self, output_lists: Tensors, input_list: Tensors, opts: Any) -> FerrodistWork:
@@ -267,65 +274,66 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @accept_options(dist.GatherOptions, 2, "root", in_lists=True)
     def gather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> FerrodistWork:
         """Gather tensors on the root."""
-        check_root(self.group, opts.rootRank, "root")
-        outputs = only(output_tensors, "gather") if self.group.rank == opts.rootRank else None
-        tensor = only(input_tensors, "gather")
-        work = self._on_fast_path(opts, outputs or [], compiled.fast_gather_data, outputs, tensor, opts.rootRank)
-        if work:
-            return work
-        return self._run(collectives.gather(self.group, outputs, tensor, opts.rootRank), opts)
+        root = check_root(self.group, opts.rootRank, "root")
+        outputs = only(output_tensors, "gather") if self.group.rank == root else None
+        return self._gather(outputs, only(input_tensors, "gather"), root, opts)
 
     @accept_options(dist.GatherOptions, 2, "root")
     def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Gather tensors into one on the root; ``output`` is not used on other ranks."""
-        check_root(self.group, opts.rootRank, "root")
-        at_root = output if self.group.rank == opts.rootRank else None
-        results = [] if at_root is None else [at_root]
-        work = self._on_fast_path(opts, results, compiled.fast_gather_data, at_root, tensor, opts.rootRank)
-        if work:
-            return work
-        return self._run(collectives.gather(self.group, at_root, tensor, opts.rootRank), opts)
+        root = check_root(self.group, opts.rootRank, "root")
+        return self._gather(output if self.group.rank == root else None, tensor, root, opts)
+
+    def _gather(
+        self, outputs: Tensors | torch.Tensor | None, tensor: torch.Tensor, root: int, opts: Any
+    ) -> FerrodistWork:
+        results = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs or [])
+        fast = (compiled.fast_gather_data, outputs, tensor, root)
+        return self._make(opts, results, fast, lambda: collectives.gather(self.group, outputs, tensor, root))
 
     @accept_options(dist.ScatterOptions, 2, "root")
     def scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Scatter the root's tensor; ``tensor`` is not used on other ranks."""
-        check_root(self.group, opts.rootRank, "root")
-        at_root = tensor if self.group.rank == opts.rootRank else None
-        work = self._on_fast_path(opts, [output], compiled.fast_scatter_data, output, at_root, opts.rootRank)
-        if work:
-            return work
-        return self._run(collectives.scatter(self.group, output, at_root, opts.rootRank), opts)
+        root = check_root(self.group, opts.rootRank, "root")
+        return self._scatter(output, tensor if self.group.rank == root else None, root, opts)
+
+    def _scatter(
+        self, output: torch.Tensor, inputs: Tensors | torch.Tensor | None, root: int, opts: Any
+    ) -> FerrodistWork:
+        fast = (compiled.fast_scatter_data, output, inputs, root)
+        return self._make(opts, [output], fast, lambda: collectives.scatter(self.group, output, inputs, root))
 
     @accept_options(dist.ScatterOptions, 2, "root", in_lists=True)
     def scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> FerrodistWork:
         """Scatter the root's tensors."""
-        check_root(self.group, opts.rootRank, "root")
-        inputs = only(input_tensors, "scatter") if self.group.rank == opts.rootRank else None
-        tensor = only(output_tensors, "scatter")
-        work = self._on_fast_path(opts, [tensor], compiled.fast_scatter_data, tensor, inputs, opts.rootRank)
-        if work:
-            return work
-        return self._run(collectives.scatter(self.group, tensor, inputs, opts.rootRank), opts)
+        root = check_root(self.group, opts.rootRank, "root")
+        inputs = only(input_tensors, "scatter") if self.group.rank == root else None
+        return self._scatter(only(output_tensors, "scatter"), inputs, root, opts)
 
     @accept_options(dist.ReduceScatterOptions, 2, "op", in_lists=True)
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> FerrodistWork:
         """Fold lists of tensors, whose sizes may differ, over the ranks; rank r gets the r-th."""
         output, inputs = only(output_tensors, "reduce_scatter"), only(input_tensors, "reduce_scatter")
         op = plain_reduction(opts.reduceOp)
-        work = op and self._on_fast_path(opts, [output], compiled.fast_reduce_scatter_data, output, inputs, op)
-        if work:
-            return work
-        return self._run_all(collectives.reduce_scatter(self.group, output, inputs, reduction(opts.reduceOp)), opts)
+        fast = None if op is None else (compiled.fast_reduce_scatter_data, output, inputs, op)
+        return self._make(
+            opts,
+            [output],
+            fast,
+            lambda: collectives.reduce_scatter(self.group, output, inputs, reduction(opts.reduceOp)),
+        )
 
     @accept_options(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks; rank r gets the r-th part."""
         op = plain_reduction(opts.reduceOp)
-        work = op and self._on_fast_path(opts, [output], compiled.fast_reduce_scatter_data, output, tensor, op)
-        if work:
-            return work
-        call = collectives.reduce_scatter_single(self.group, output, tensor, reduction(opts.reduceOp))
-        return self._run(call, opts)
+        fast = None if op is None else (compiled.fast_reduce_scatter_data, output, tensor, op)
+        return self._make(
+            opts,
+            [output],
+            fast,
+            lambda: collectives.reduce_scatter_single(self.group, output, tensor, reduction(opts.reduceOp)),
+        )
 
     @accept_options(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> FerrodistWork:
@@ -342,24 +350,17 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         opts: Any,
     ) -> FerrodistWork:
         """Send rows of a tensor to each rank, and receive rows from each."""
-        splits = output_split_sizes, input_split_sizes
-        function = compiled.fast_all_to_all_single_data
-        work = self._on_fast_path(opts, [output_tensor], function, output_tensor, input_tensor, *splits)
-        if work:
-            return work
-        call = collectives.all_to_all_single(
-            self.group, output_tensor, input_tensor, output_split_sizes, input_split_sizes
-        )
-        return self._run(call, opts)
+        tensors = output_tensor, input_tensor, output_split_sizes, input_split_sizes
+        fast = (compiled.fast_all_to_all_single_data, *tensors)
+        return self._make(opts, [output_tensor], fast, lambda: collectives.all_to_all_single(self.group, *tensors))
 
     @accept_options(dist.AllToAllOptions, 2)
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any) -> FerrodistWork:
         """Send a tensor to each rank, and receive one from each."""
-        results = list(output_tensors)
-        work = self._on_fast_path(opts, results, compiled.fast_all_to_all_data, output_tensors, input_tensors)
-        if work:
-            return work
-        return self._run(collectives.all_to_all(self.group, output_tensors, input_tensors), opts)
+        fast = (compiled.fast_all_to_all_data, output_tensors, input_tensors)
+        return self._make(
+            opts, list(output_tensors), fast, lambda: collectives.all_to_all(self.group, output_tensors, input_tensors)
+        )
 
     @accept_options(dist.BarrierOptions, 0)
     def barrier(self, opts: Any) -> FerrodistWork:
@@ -379,7 +380,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Send a tensor."""
         with recorded("send"):
             work = start_send(self.group, only(tensors, "send"), dst, tag, self._threads)
-        if work is not None:
+        if isinstance(work, MessageWork):
             self._sends.add(work)
         return self._returned(work)
 

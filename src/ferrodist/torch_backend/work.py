@@ -146,6 +146,21 @@ class DoneWork(FerrodistWork):
 
 
 @not_compiled
+class DoneMessage(DoneWork):
+    """A send or receive that had ended before its call returned."""
+
+    def __init__(self, tensor: torch.Tensor, peer: int, threads: ThreadPool) -> None:
+        super().__init__([tensor], threads)
+        self._peer = peer
+
+    def source_rank(self) -> int:
+        """The sender's rank."""
+        return self._peer
+
+    _source_rank = source_rank
+
+
+@not_compiled
 class CollectiveWork(FerrodistWork):
     """A collective that has been started; ``callbacks`` run in the order in which collectives were started."""
 
@@ -420,19 +435,50 @@ class MessageWork(FerrodistWork):
         self.threads.run(callback)  # which waits no longer than a wait does, also for a message that never comes
 
 
-def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int, threads: ThreadPool) -> MessageWork | None:
-    """Start sending a tensor; None if it has been sent."""
-    data = compiled.bytes_of(tensor)
-    if data is not None:
-        request = group.isend(data, dst, tag=tag)
-        return None if _has_succeeded(request) else _send_work(group, request, tensor, dst, threads)
-    engine_of(group, tensor.device)  # raises for devices that the group has no engine for
-    check_movable(tensor)
-    if tensor.device.type == "cpu":
-        flat = source_of(tensor)
-    else:
-        flat = HostStagedP2P(group).on_host(tensor.data, timeout=group.timeout)
-    return _send_work(group, group.isend(bytes_of(flat), dst, tag=tag), tensor, dst, threads)
+def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int, threads: ThreadPool) -> FerrodistWork:
+    """Start sending a tensor."""
+    data = compiled.view_bytes(tensor)
+    if data is None:
+        engine_of(group, tensor.device)  # raises for devices that the group has no engine for
+        check_movable(tensor)
+        if tensor.device.type == "cpu":
+            flat = source_of(tensor)
+        else:
+            flat = HostStagedP2P(group).on_host(tensor.data, timeout=group.timeout)
+        data = bytes_of(flat)
+    request = group.isend(data, dst, tag=tag)
+    if _has_succeeded(request):
+        return DoneMessage(tensor, dst, threads)
+    _pin(data, tensor)
+    what = f"send by rank {group.rank} of group {group.name!r}: rank {dst} did not receive it"
+    return MessageWork(request, tensor, seconds=group.timeout, what=what, threads=threads)
+
+
+def start_receive(
+    group: Backend, tensor: torch.Tensor, src: int | None, tag: int, threads: ThreadPool
+) -> FerrodistWork:
+    """Start receiving a tensor from a rank, or from any rank."""
+    handoff = finish = None
+    buffer = compiled.view_bytes(tensor)
+    if buffer is None:
+        engine_of(group, tensor.device)
+        check_movable(tensor)
+        target = Target(tensor)
+        flat, finish = target.flat, target.finish
+        if tensor.device.type != "cpu":
+            handoff = StreamHandoff(streams_of(tensor.device))
+            flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+            finish = partial(_copy_to_device, handoff, target, flat)
+        buffer = bytes_of(flat)
+    request = group.irecv(buffer, ANY_SOURCE if src is None else src, tag=tag)
+    if finish is None and _has_succeeded(request):
+        return DoneMessage(tensor, request.peer, threads)
+    _pin(buffer, tensor)
+    sender = "any rank" if src is None else f"rank {src}"
+    what = f"recv by rank {group.rank} of group {group.name!r}: nothing came from {sender}"
+    return MessageWork(
+        request, tensor, seconds=group.timeout, what=what, finish=finish, handoff=handoff, threads=threads
+    )
 
 
 def _has_succeeded(request: Request) -> bool:
@@ -446,35 +492,10 @@ def _has_succeeded(request: Request) -> bool:
     return True
 
 
-def _send_work(group: Backend, request: Request, tensor: torch.Tensor, dst: int, threads: ThreadPool) -> MessageWork:
-    what = f"send by rank {group.rank} of group {group.name!r}: rank {dst} did not receive it"
-    return MessageWork(request, tensor, seconds=group.timeout, what=what, threads=threads)
-
-
-def start_receive(
-    group: Backend, tensor: torch.Tensor, src: int | None, tag: int, threads: ThreadPool
-) -> MessageWork | None:
-    """Start receiving a tensor from a rank, or from any rank; None if it has come from the rank that is named."""
-    handoff = finish = None
-    buffer = compiled.bytes_of(tensor)
-    if buffer is None:
-        engine_of(group, tensor.device)
-        check_movable(tensor)
-        target = Target(tensor)
-        flat, finish = target.flat, target.finish
-        if tensor.device.type != "cpu":
-            handoff = StreamHandoff(streams_of(tensor.device))
-            flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
-            finish = partial(_copy_to_device, handoff, target, flat)
-        buffer = bytes_of(flat)
-    request = group.irecv(buffer, ANY_SOURCE if src is None else src, tag=tag)
-    if finish is None and src is not None and _has_succeeded(request):
-        return None
-    sender = "any rank" if src is None else f"rank {src}"
-    what = f"recv by rank {group.rank} of group {group.name!r}: nothing came from {sender}"
-    return MessageWork(
-        request, tensor, seconds=group.timeout, what=what, finish=finish, handoff=handoff, threads=threads
-    )
+def _pin(data: Any, tensor: torch.Tensor) -> None:
+    """Keep the storage of a tensor that is viewed as ``data`` from being resized, for a message that goes on."""
+    if not isinstance(data, memoryview):  # one of `bytes_of` is pinned
+        bytes_of(tensor.data)
 
 
 def _copy_to_device(handoff: StreamHandoff, target: Target, buffer: torch.Tensor) -> None:

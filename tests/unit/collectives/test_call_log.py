@@ -27,6 +27,7 @@ def program(group):
     fd.broadcast(torch.ones(2, dtype=torch.complex64))
     fd.async_allreduce(torch.ones(2)).wait()
     fd.all_gather_object(1)
+    fd.all_to_all([torch.ones(1)])
     with fd.coalesce():
         fd.async_allreduce(torch.ones(3))
     options = dist.GatherOptions()
@@ -37,8 +38,8 @@ run_ranks(program, 1, backend=%r)
 """
 
 
-def _log_of(backend, **environment):
-    command = [sys.executable, "-c", _PROGRAM % backend]
+def _log_of(backend, program=_PROGRAM, **environment):
+    command = [sys.executable, "-c", program % backend]
     ended = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
     return ended.stderr.splitlines()
 
@@ -47,7 +48,7 @@ def _log_of(backend, **environment):
 def test_each_call_says_its_path_and_why():
     """One line for each call that differs, and how often each came at the end."""
     lines = _log_of("native-threads", FERRODIST_EXPLAIN_CALLS="1")
-    unusual = "its arguments have no fast path (dims, operations, sizes, overlaps), or are wrong"
+    unusual = "its arguments have no fast path (dims, sizes, overlaps), or are wrong"
     expected = [
         "allreduce(float32[4, 4]): fast path",
         "allreduce(float32[4, 4]): general path: a tensor is not contiguous",
@@ -55,7 +56,8 @@ def test_each_call_says_its_path_and_why():
         f"all_gather(float32[4, 4]): general path: {unusual}",
         "broadcast(complex64[2]): general path: a tensor is complex64",
         "async_allreduce(float32[2]): fast path",
-        "gather_object(uint8[2]): fast path",
+        "all_gather_object(uint8[2]): fast path",
+        "all_to_all(float32[1]): fast path",
         "async_allreduce(float32[3]): general path: it is inside coalesce()",
         "gather(float32[1]): fast path",
     ]
@@ -67,12 +69,41 @@ def test_each_call_says_its_path_and_why():
 def test_other_engines_are_named():
     """Every call of a group without the compiled engine says so."""
     lines = _log_of("simulated", FERRODIST_EXPLAIN_CALLS="1")
-    reason = "is a SimulatedBackend, which has no compiled engine, or has ended"
+    reason = "group 'world', a SimulatedBackend, has no compiled engine, or has ended"
     if is_native_available():
-        assert f"allreduce(float32[4, 4]): general path: group 'world' {reason}" in lines
+        assert f"allreduce(float32[4, 4]): general path: {reason}" in lines
     assert not any("fast path" in line for line in lines)
 
 
 def test_without_the_variable_nothing_is_logged():
     """Calls don't pay for the log."""
     assert _log_of("simulated") == []
+
+
+_ERRORS = """
+import torch
+import ferrodist as fd
+from ferrodist.testing import run_ranks
+
+try:
+    fd.allreduce(torch.ones(1))
+except fd.GroupClosedError:
+    pass
+
+def program(group):
+    group.barrier()
+    try:
+        fd.allreduce(torch.ones(1 + group.rank))
+    except fd.CollectiveMismatchError:
+        pass
+
+run_ranks(program, 2, backend=%r)
+"""
+
+
+@pytest.mark.skipif(not is_native_available(), reason="this installation was built without the native engine")
+def test_errors_are_as_without_the_log():
+    """A call without a group raises what it does, and a call that raises is logged."""
+    lines = _log_of("native-threads", _ERRORS, FERRODIST_EXPLAIN_CALLS="1")
+    assert "allreduce(float32[1]): general path: there is no group" in lines
+    assert any(line.endswith("fast path, raised CollectiveMismatchError") for line in lines)

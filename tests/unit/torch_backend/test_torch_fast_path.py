@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -192,7 +193,7 @@ def test_tensors_that_overlap():
     """The input is read before an output in the same memory is written; lists are written in their order."""
 
     def program(made):
-        rank, other = made.rank(), 1 - made.rank()
+        rank = made.rank()
         memory = torch.arange(6.0) + 100 * rank
         made.all_gather_single(memory[:4], memory[1:3], _options(AllgatherOptions)).wait()
         assert memory[:4].tolist() == [1, 2, 101, 102]
@@ -211,7 +212,6 @@ def test_tensors_that_overlap():
         result = torch.full((2,), -1.0)
         made.allgather([[result, result]], [torch.ones(2) * rank], _options(AllgatherOptions)).wait()
         assert result.tolist() == [1, 1]
-        del other
 
     _run(program)
 
@@ -382,3 +382,113 @@ def test_lists_meet_single_tensors(backend, count):
                 assert torch.equal(found, expected)
 
     _run(program, 3, backend)
+
+
+_CHANGES = {
+    "data": lambda tensor: setattr(tensor, "data", torch.full_like(tensor, 9)),
+    "set_": lambda tensor: tensor.set_(),
+    "half": lambda tensor: setattr(tensor, "data", tensor.data.half()),
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES)
+def test_tensors_that_get_other_memory(change):
+    """A started call or message goes on with the memory that its tensors had when it was started."""
+
+    def program(made):
+        rank, other = made.rank(), 1 - made.rank()
+        options = _options(dist.AllreduceOptions, asyncOp=True)
+        count = 2_000_000
+        tensor = torch.full((count,), 1.0 + rank)
+        kept = tensor.data
+        if rank == 1:
+            time.sleep(0.05)  # so that rank 0's changes come first
+        work_of_call = made.allreduce([tensor], options)
+        change(tensor)
+        torch.full((count,), 5.0)  # in memory that was freed
+        work_of_call.wait()
+        assert kept.unique().item() == 3
+
+        mine, parts = torch.full((count,), float(rank)), [torch.empty(count) for _ in range(2)]
+        views = [each.data for each in parts]
+        work_of_call = made.allgather([parts], [mine], _options(AllgatherOptions, asyncOp=True))
+        change(parts[1])
+        change(mine)
+        torch.full((count,), 5.0)
+        work_of_call.wait()
+        assert [view.unique().item() for view in views] == [0, 1]
+
+        sent, got = torch.full((count,), float(rank)), torch.empty(count)
+        view = got.data
+        works = [made.send([sent], other, 0), made.recv([got], other, 0)]
+        change(sent)
+        change(got)
+        torch.full((count,), 5.0)
+        for each in works:
+            each.wait()
+        assert view.unique().item() == other
+
+    _run(program)
+
+
+def test_messages_that_are_under_way_hold_their_storage():
+    """Its size can't be changed, which would free what the engine reads and writes."""
+
+    def program(made):
+        rank, other = made.rank(), 1 - made.rank()
+        if rank == 0:
+            sent = torch.ones(2_000_000)
+            sending = made.send([sent], other, 0)
+            with pytest.raises(RuntimeError, match="not resizable"):
+                sent.untyped_storage().resize_(0)
+            made.group.barrier()
+            sending.wait()
+        else:
+            made.group.barrier()
+            made.recv([torch.empty(2_000_000)], other, 0).wait()
+
+    _run(program)
+
+
+def test_works_of_messages_are_their_own():
+    """Whether a message had come when it was asked for or not: results, source, an object for each."""
+
+    def program(made):
+        rank, other = made.rank(), 1 - made.rank()
+        for comes_first in (False, True):
+            tensors = [torch.zeros(1), torch.zeros(1)]
+            sends = []
+            if rank == 0 and comes_first:
+                sends = [made.send([torch.ones(1)], 1, 5) for _ in range(2)]
+            made.group.barrier()
+            if rank == 1:
+                works = {made.recv([tensor], other, 5): tensor for tensor in tensors}
+                made.group.barrier()
+            else:
+                made.group.barrier()
+                if not comes_first:
+                    sends = [made.send([torch.ones(1)], 1, 5) for _ in range(2)]
+                works = dict.fromkeys(sends)
+            assert len(works) == 2
+            for each, tensor in works.items():
+                each.wait()
+                if rank == 1:
+                    assert each.source_rank() == 0
+                    assert each.result()[0] is tensor
+                    assert each.get_future().value()[0] is tensor
+                    assert tensor.item() == 1
+
+    _run(program)
+
+
+@pytest.mark.usefixtures("mode")
+def test_large_lists_are_left_to_torch():
+    """torch copies them with several threads; the results are the same."""
+
+    def program(made):
+        count = 200_000
+        outputs = [torch.empty(count) for _ in range(2)]
+        made.allgather([outputs], [torch.full((count,), float(made.rank()))], _options(AllgatherOptions)).wait()
+        assert [each.unique().item() for each in outputs] == [0, 1]
+
+    _run(program)

@@ -41,7 +41,6 @@ def load() -> ModuleType:
 
 
 _FAST_FUNCTIONS = (
-    "bytes_of",
     *("fast_all_gather", "fast_all_gather_data", "fast_all_gather_uneven", "fast_all_to_all", "fast_all_to_all_data"),
     *("fast_all_to_all_list", "fast_all_to_all_single_data", "fast_all_to_all_single_uneven", "fast_allreduce"),
     *("fast_allreduce_data", "fast_barrier", "fast_broadcast", "fast_broadcast_data", "fast_gather"),
@@ -55,7 +54,10 @@ def _take_general_path(*_: object) -> None:
 
 
 class ReportingModule:
-    """The compiled module, whose fast functions report each call; `call_log` of collectives/ sets ``report``."""
+    """The compiled module, whose fast functions report each call, with its result or its error.
+
+    collectives/call_log.py sets ``report``.
+    """
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -67,15 +69,19 @@ class ReportingModule:
             return found
 
         def call(*arguments: Any) -> Any:
-            result = found(*arguments)
+            try:
+                result = found(*arguments)
+            except BaseException as error:
+                self.report(name, arguments, error)
+                raise
             self.report(name, arguments, result)
             return result
 
         return call
 
 
-compiled: Any = _module or SimpleNamespace(**dict.fromkeys(_FAST_FUNCTIONS, _take_general_path))
-"""The compiled module; where it is missing, its `_FAST_FUNCTIONS` alone, which leave every call to the general path.
+compiled: Any = _module or SimpleNamespace(**dict.fromkeys((*_FAST_FUNCTIONS, "view_bytes"), _take_general_path))
+"""The compiled module; where it is missing, its fast functions alone, which leave every call to the general path.
 
 A `ReportingModule` of it, if the environment asks for a log of calls.
 """
