@@ -22,6 +22,7 @@ from ferrodist.backends.collective_op import dtype_name
 from ferrodist.backends.native.binding import ReportingModule, compiled, is_native_available
 from ferrodist.backends.process_group import find_group
 from ferrodist.collectives.work import collector
+from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -102,7 +103,7 @@ def _why_general(name: str, arguments: tuple[Any, ...]) -> str:
         return "there is no group"
     path = getattr(group, "fast_path", None)
     if path is None:
-        return f"group {group.name!r}, a {type(group).__name__}, has no compiled engine, or has ended"
+        return f"group {group.name!r}, {with_article(type(group).__name__)}, has no compiled engine, or has ended"
     if path.communicator is None:
         return "it is the group's first collective, which opens the engine"
     ignores_gradients = name.endswith("_data")
@@ -113,7 +114,7 @@ def _why_general(name: str, arguments: tuple[Any, ...]) -> str:
 
 def _why_not_plain(tensor: torch.Tensor, *, ignores_gradients: bool) -> str | None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return f"is a {type(tensor).__name__}"
+        return f"is {with_article(type(tensor).__name__)}"
     reasons = (
         (tensor.device.type != "cpu", f"is on {tensor.device}"),
         (tensor.layout is not torch.strided or tensor.is_nested, f"has layout {tensor.layout}"),
