@@ -68,7 +68,7 @@ _SHARING = {"fast_all_gather_uneven", "fast_gather", "fast_scatter", "fast_gathe
 
 
 def report(name: str, arguments: tuple[Any, ...], result: Any) -> None:
-    """Log a call of a fast path, with what it returned or raised."""
+    """Log a call of a fast path; ``result`` is its result or its error."""
     is_general = result is None or result is False or (type(result) is list and name in _SHARING)
     tensors = ", ".join(f"{dtype_name(each.dtype)}{list(each.shape)}" for each in _tensors_in(arguments[:1]))
     line = f"{_public_name(name, arguments)}({tensors}): "

@@ -158,7 +158,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 class _NativeWork(PendingCollective[Any]):
     """A collective that the compiled engine runs; keeps alive the tensors, whose addresses the engine has.
 
-    ``out`` is the result; None if there is none, or if it is not the caller's business.
+    ``out`` is the result, or None for a call of ``torch.distributed``, whose caller has the tensors.
     """
 
     def __init__(  # noqa: PLR0917 - positional arguments are faster

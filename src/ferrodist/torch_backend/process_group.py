@@ -24,19 +24,15 @@ from ferrodist.torch_backend.argument_forms import accept_options, recorded
 from ferrodist.torch_backend.buffer_pool import BufferPool
 from ferrodist.torch_backend.collectives import only, plain_reduction, reduction
 from ferrodist.torch_backend.futures import ThreadPool
+from ferrodist.torch_backend.messages import MessageWork, PendingSends, drain_pending, start_receive, start_send
 from ferrodist.torch_backend.sparse import sparse_allreduce
 from ferrodist.torch_backend.work import (
     CallbackLevels,
     DoneWork,
     FerrodistWork,
     JoinedWork,
-    MessageWork,
-    PendingSends,
     can_drain,
-    drain_pending,
     seconds_of,
-    start_receive,
-    start_send,
 )
 from ferrodist.torch_private.compilers import not_compiled
 
@@ -195,7 +191,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
         Args:
             opts: torch's options.
-            results: What the work of a started call returns.
+            results: The results of the work of a started call.
             fast: A function of native/bindings/fast_data.cpp and its arguments, or None if the call has none.
             general: Checks the arguments and prepares the call for the general path.
         """
@@ -314,26 +310,19 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> FerrodistWork:
         """Fold lists of tensors, whose sizes may differ, over the ranks; rank r gets the r-th."""
         output, inputs = only(output_tensors, "reduce_scatter"), only(input_tensors, "reduce_scatter")
-        op = plain_reduction(opts.reduceOp)
-        fast = None if op is None else (compiled.fast_reduce_scatter_data, output, inputs, op)
-        return self._make(
-            opts,
-            [output],
-            fast,
-            lambda: collectives.reduce_scatter(self.group, output, inputs, reduction(opts.reduceOp)),
-        )
+        return self._reduce_scatter(collectives.reduce_scatter, output, inputs, opts)
 
     @accept_options(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks; rank r gets the r-th part."""
+        return self._reduce_scatter(collectives.reduce_scatter_single, output, tensor, opts)
+
+    def _reduce_scatter(
+        self, general: Callable[..., Any], output: torch.Tensor, inputs: Tensors | torch.Tensor, opts: Any
+    ) -> FerrodistWork:
         op = plain_reduction(opts.reduceOp)
-        fast = None if op is None else (compiled.fast_reduce_scatter_data, output, tensor, op)
-        return self._make(
-            opts,
-            [output],
-            fast,
-            lambda: collectives.reduce_scatter_single(self.group, output, tensor, reduction(opts.reduceOp)),
-        )
+        fast = None if op is None else (compiled.fast_reduce_scatter_data, output, inputs, op)
+        return self._make(opts, [output], fast, lambda: general(self.group, output, inputs, reduction(opts.reduceOp)))
 
     @accept_options(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> FerrodistWork:

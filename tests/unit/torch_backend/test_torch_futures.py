@@ -27,8 +27,9 @@ from ferrodist.errors import (
 )
 from ferrodist.testing import run_ranks
 from ferrodist.torch_backend.futures import ThreadPool
+from ferrodist.torch_backend.messages import PendingSends
 from ferrodist.torch_backend.process_group import FerrodistProcessGroup
-from ferrodist.torch_backend.work import DoneWork, JoinedWork, PendingSends
+from ferrodist.torch_backend.work import DoneWork, JoinedWork
 
 BACKENDS = ["simulated", "native-threads"]
 
