@@ -20,12 +20,13 @@ namespace ferrodist {
 namespace {
 
 // [Note: calls of data]
-// Each function takes the tensors of a method of torch's process group, root and op, then the group, and at last whether
-// to start the call. It returns True when the call was done, False if the general path is to make it, and for a started
-// call a tuple: its `Started`, and for the error the operation, a tensor, and other fields of a `CollectiveOp`.
+// Each function takes the tensors of a method of torch's process group, root and op, then the group, and at last
+// whether to start the call. It returns True when the call was done, False if the general path is to make it, and for
+// a started call a tuple: its `Started`, and for the error the operation, a tensor, and other fields of a
+// `CollectiveOp`.
 //
-// What a call gives to the engine is what torch_backend/collectives.py gives it for the same call, so that the ranks may
-// take different paths: numbers of elements, and units of one element. Lists of different sizes, which ranks must
+// What a call gives to the engine is what torch_backend/collectives.py gives it for the same call, so that the ranks
+// may take different paths: numbers of elements, and units of one element. Lists of different sizes, which ranks must
 // compare first, and tensors that overlap are left to that module.
 
 // A tensor, or a list or tuple of tensors as a tuple of its own: another thread may change the list.
