@@ -234,6 +234,33 @@ def test_a_process_that_ends_as_its_save_begins(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("num_removed", range(4))
+def test_a_process_that_ends_as_it_removes_a_dead_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_removed: int
+) -> None:
+    """The next one removes the rest, however far it was."""
+    _begin_and_end(tmp_path, "0" * 12)
+    (place,) = tmp_path.iterdir()
+    for number in range(3):
+        (place / f"{number}.safetensors").write_bytes(b"x")
+    child = os.fork()
+    if not child:
+        unlink, removed = os.unlink, []
+
+        def remove(path: str | Path, *, dir_fd: int | None = None) -> None:
+            if len(removed) == num_removed:
+                os._exit(7)
+            removed.append(path)
+            unlink(path, dir_fd=dir_fd)
+
+        monkeypatch.setattr(os, "unlink", remove)
+        LocalStorage(tmp_path).remove_leftovers()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    LocalStorage(tmp_path).remove_leftovers()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_save_whose_storage_is_gone_is_dead(tmp_path: Path) -> None:
     """A garbage-collected storage releases its lock, as an ending process does."""
     storage = LocalStorage(tmp_path)

@@ -129,7 +129,7 @@ class LocalStorage(Storage):
     @override
     def discard(self, save_id: str) -> None:
         if self.path.is_dir():
-            shutil.rmtree(self._staging_path(save_id), ignore_errors=True)
+            _remove_staging(self._staging_path(save_id))
             if self._is_new:
                 self.remove_folder()
         self._release()
@@ -172,7 +172,7 @@ class LocalStorage(Storage):
             descriptor = os.open(_lock_path(staging), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:  # of another system, or it is just beginning, or was half removed
             if self._is_expired(staging):
-                shutil.rmtree(staging, ignore_errors=True)
+                _remove_staging(staging)
             else:
                 staging.rmdir()  # unless something is in it
             return
@@ -186,7 +186,7 @@ class LocalStorage(Storage):
             else:  # unless it was removed and a save has begun since
                 is_dead = _is_same_file(_lock_path(staging), descriptor)
             if is_dead:
-                shutil.rmtree(staging, ignore_errors=True)
+                _remove_staging(staging)
         finally:
             os.close(descriptor)
 
@@ -297,6 +297,15 @@ def _make_locked_once(staging: Path) -> int:
         os.close(descriptor)
         raise FileNotFoundError(errno.ENOENT, "The folder of a save was removed as it was made", str(staging))
     return descriptor
+
+
+def _remove_staging(staging: Path) -> None:
+    """Remove a save's folder, its lock file last: without it a half removed folder would not be known to be dead."""
+    with contextlib.suppress(OSError):  # another process removes it, too
+        for entry in staging.iterdir():
+            if not entry.name.startswith(_LOCK_PREFIX):
+                entry.unlink(missing_ok=True)
+    shutil.rmtree(staging, ignore_errors=True)
 
 
 def _lock_path(staging: Path) -> Path:
