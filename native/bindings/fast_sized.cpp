@@ -20,9 +20,9 @@ namespace {
 
 // [Note: shared sizes]
 // Such a call is two collectives: a `share` of what each rank knows, and one that moves the elements. The payloads are
-// those of collectives/all_gather.py, gather.py and objects.py, whose general path makes the same two calls. Where the payloads are
-// not those of plain calls that fit together, a function returns them, as a list of bytes, and the general path goes on
-// from there: it raises the errors. It returns None if nothing has happened, and else the result.
+// those of collectives/all_gather.py, gather.py and objects.py, whose general path makes the same two calls. Where the
+// payloads are not those of plain calls that fit together, a function returns them, as a list of bytes, and the general
+// path goes on from there: it raises the errors. It returns None if nothing has happened, and else the result.
 
 using Payloads = std::vector<std::string>;
 
