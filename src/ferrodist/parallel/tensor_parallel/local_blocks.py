@@ -37,6 +37,7 @@ from ferrodist.parallel.tensor_parallel.local_caches import (
 )
 from ferrodist.parallel.tensor_parallel.local_calls import LOCAL_CALL, LocalCall, NotLocalError
 from ferrodist.parallel.tensor_parallel.local_forwards import LinearForward, NormForward
+from ferrodist.parallel.tensor_parallel.local_modules import LocalModules
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, RowParallel, Style
 from ferrodist.parallel.tensor_parallel.wrapped_forwards import find_dtensors, map_nested
 from ferrodist.tensor.dtensor import DTensor, wrap_local
@@ -164,7 +165,8 @@ class LocalBlock:
         self._forward: Callable[..., Any] = module.forward
         functools.update_wrapper(self, self._forward)
         self._mesh = mesh
-        self._modules = list(module.modules())
+        self._module, self._modules = module, list(module.modules())
+        self._local_modules: LocalModules | None = None
         self._parameters = [
             parameter for one in self._modules for parameter in own_parameters(one).values() if parameter is not None
         ]
@@ -273,7 +275,8 @@ class LocalBlock:
         args, kwargs = map_caches(localize_cache, args, kwargs)
         token = LOCAL_CALL.set(LocalCall(mesh, is_trial=is_trial))
         try:
-            result = self._forward(
+            forward = self._forward if torch.is_grad_enabled() else self._find_local_modules().run
+            result = forward(
                 *[map_nested(self._localize, one) for one in args],
                 **{name: map_nested(self._localize, one) for name, one in kwargs.items()},
             )
@@ -284,6 +287,11 @@ class LocalBlock:
             raise
         finally:
             LOCAL_CALL.reset(token)
+
+    def _find_local_modules(self) -> LocalModules:
+        if self._local_modules is None:
+            self._local_modules = LocalModules(self._module, self._mesh)
+        return self._local_modules
 
     def _localize(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
