@@ -13,9 +13,9 @@ of wider ones), one computing thread for each rank. Variants in turns in the sam
   communication: what a token costs if distribution costs nothing.
 
 Decoding is ``model.generate`` after a prompt of 8 tokens, greedy, with a key-value cache; prefill is one forward of the
-whole prompt without gradients. ``--busy N`` runs N processes beside it that compute all the time. A figure is the slower
-rank's, the median of the rounds; a ratio is the median of the rounds' ratios. The tokens and logits of all variants are
-compared with one process's, or the benchmark fails.
+whole prompt without gradients. ``--busy N`` runs N processes beside it that compute all the time. A figure is the
+slower rank's, the median of the rounds; a ratio is the median of the rounds' ratios. The tokens and logits of all
+variants are compared with one process's, or the benchmark fails.
 """
 
 from __future__ import annotations
@@ -133,11 +133,11 @@ def make_variants(group: fd.Backend, width: int, num_tokens: int, prompt_size: i
 
 
 def measure(
-    group: fd.Backend, width: int, num_tokens: int, prompt_size: int, num_rounds: int, meeting_file: str
+    group: fd.Backend, width: int, lengths: tuple[int, int], num_rounds: int, meeting_file: str
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Compute as one rank: seconds of each variant in each round, for decoding and for prefill."""
     with torch_world(group, meeting_file):
-        variants = make_variants(group, width, num_tokens, prompt_size)
+        variants = make_variants(group, width, *lengths)
         check(variants, group.rank)
         found = []
         for name in ("decode", "prefill"):
@@ -190,9 +190,7 @@ def main() -> None:
     panels = {}
     for width in options.widths:
         with busy_neighbours(options.busy):
-            results = run_with_meeting(
-                measure, options.ranks, width, options.tokens, options.prompt, options.rounds
-            )
+            results = run_with_meeting(measure, options.ranks, width, (options.tokens, options.prompt), options.rounds)
         decode, prefill = (slowest([result[place] for result in results]) for place in range(2))
         best = min(ALONE, key=lambda one: statistics.median(decode[one]))
         rows = {}

@@ -9,8 +9,8 @@ tensors; its sharded layers sum what has to be summed.
 That code is right for this is not assumed but tried. The first forward of a kind (`_Kind`) is on DTensors; then the
 block computes random inputs with random parameters in both ways, and the ranks compare results, and gradients if there
 are any, bit by bit. If all are equal on all ranks, later forwards of that kind run on local tensors, else they go on
-with DTensors: code that uses the number of heads or features, parameters in between, or dropout. A trial is no proof: it
-does not see what changes the code's path later, so programs ask for local blocks.
+with DTensors: code that uses the number of heads or features, parameters in between, or dropout. A trial is no proof:
+it does not see what changes the code's path later, so programs ask for local blocks.
 
 A forward without gradients may also update a key-value cache, as in decoding: a trial works on copies of the cache, and
 compares what is in them afterwards (`local_caches`).
@@ -380,7 +380,7 @@ def _find_cached(args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    if not isinstance(one, DTensor) or not isinstance(other, DTensor):
+    if {type(one), type(other)} != {DTensor}:
         return one is other
     return one.placements == other.placements and torch.equal(one.detach().to_local(), other.detach().to_local())
 

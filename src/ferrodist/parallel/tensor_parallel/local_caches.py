@@ -56,7 +56,7 @@ def map_caches(function: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[
 
 
 class LocalCache:
-    """A cache as a block's code sees it: keys and values that it adds, and gets back, are those of this rank's heads."""
+    """A cache as a block's code sees it: it adds keys and values of this rank's heads, and gets back those."""
 
     def __init__(self, cache: Any, mesh: DeviceMesh) -> None:
         self._cache, self._mesh = cache, mesh
@@ -69,7 +69,7 @@ class LocalCache:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_index: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values to a layer, and return all of it. NotLocalError: the layer has no equal shards of heads."""
+        """Add keys and values to a layer, and return all of them. NotLocalError: its heads have no equal shards."""
         layers = self._cache.layers
         if layer_index < len(layers):
             layer = layers[layer_index]

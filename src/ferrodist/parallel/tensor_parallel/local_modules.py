@@ -19,7 +19,7 @@ from ferrodist.tensor.placement import Shard
 from ferrodist.torch_private.modules import own_modules, own_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -34,7 +34,7 @@ class _Part(NamedTuple):
     """A module of a block, its children by their names and places among the parts, and its row-parallel forward."""
 
     module: nn.Module
-    parameters: dict[str, torch.Tensor | None]
+    parameters: Mapping[str, torch.Tensor | None]
     children: dict[str, int | None]
     forward: Callable[[torch.Tensor], torch.Tensor] | None
 
@@ -56,7 +56,7 @@ class LocalModules:
             if getattr(original, "__func__", None) is not type(module).forward:
                 raise NotLocalError
             parameters = dict(own_parameters(module))
-            weight = parameters.get("weight")
+            weight: Any = parameters.get("weight")
             is_by_rows = isinstance(module, nn.Linear) and isinstance(weight, DTensor) and weight.placements == _BY_ROWS
             forward = _RowForward(module, mesh) if is_by_rows else None
             self._parts.append(_Part(module, parameters, children, forward))
