@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <functional>
@@ -48,6 +49,7 @@ std::shared_ptr<shm::GroupMemory> map_segment(int descriptor, const shm::Layout&
 
 int create_segment(const shm::Layout& layout) {
     Descriptor memory = shm::create_memory("ferrodist", layout.size_bytes());
+    shm::take_pages(memory.get(), layout.common_part());
     map_segment(memory.get(), layout)->initialize();
     return memory.release();
 }
@@ -56,7 +58,9 @@ std::shared_ptr<const shm::Arena> map_arena(Communicator& self, int descriptor, 
                                             std::size_t size) {
     const GilRelease released;
     if (size > stride) throw std::system_error(EOVERFLOW, std::generic_category(), "size of a symmetric tensor");
-    auto memory = std::make_shared<const shm::Mapping>(descriptor, shm::arena_bytes(stride, self.num_ranks()));
+    const std::size_t all = shm::arena_bytes(stride, self.num_ranks());
+    shm::take_pages(descriptor, {.start = static_cast<std::size_t>(self.rank()) * stride, .size = stride});
+    auto memory = std::make_shared<const shm::Mapping>(descriptor, all);
     auto arena = std::make_shared<const shm::Arena>(std::move(memory), id, stride, self.rank());
     self.add_arena(arena);
     return arena;
@@ -135,6 +139,12 @@ NB_MODULE(_native, m) {
                bool is_oversubscribed, std::uint32_t spin_micros) {
                 const shm::Layout layout =
                     make_layout(num_ranks, group_size, slot_bytes, is_oversubscribed, spin_micros);
+                const auto own = hosts.begin() + rank;
+                const auto local = static_cast<int>(std::count(hosts.begin(), own, *own));
+                {
+                    const GilRelease released;
+                    shm::take_pages(descriptor, layout.part_of(local));
+                }
                 std::unique_ptr<tcp::Links> connections;
                 if (num_ranks < group_size) connections = std::make_unique<tcp::Links>(links, slot_bytes);
                 new (self) Communicator(Fabric(map_segment(descriptor, layout), rank, std::move(connections), hosts));
@@ -256,7 +266,7 @@ NB_MODULE(_native, m) {
             [](Communicator& self, Address data, std::size_t count, int dtype, int root, double timeout,
                std::uint64_t ticket) {
                 run(self, ticket, timeout, [&](Context& context, const Deadline& deadline) {
-                    broadcast(context, at(data), count, static_cast<DType>(dtype), root, deadline);
+                    broadcast(context, at(data), at(data), count, static_cast<DType>(dtype), root, deadline);
                 });
             },
             "data"_a, "count"_a, "dtype"_a, "root"_a, "timeout"_a, "ticket"_a)

@@ -101,6 +101,10 @@ std::shared_ptr<P2PEngine> make_engine(const P2PEngine::Settings& settings, int 
     P2PEngine::Routes routes{.rings = nullptr, .local_indexes = local_indexes, .sockets = {}};
     for (const int number : sockets) routes.sockets.emplace_back(number);
     const shm::RingLayout layout = shm::RingLayout::for_ranks(num_local);
+    {
+        const GilRelease released;
+        shm::take_pages(memory, layout.part_of(local_indexes[static_cast<std::size_t>(settings.rank)]));
+    }
     routes.rings =
         std::make_shared<const shm::Rings>(std::make_shared<const shm::Mapping>(memory, layout.size_bytes()), layout);
     // Freed with the last reference, by Python.
@@ -221,6 +225,7 @@ void bind_p2p(nb::module_& m) {
             const GilRelease released;
             const shm::RingLayout layout = shm::RingLayout::for_ranks(num_ranks);
             Descriptor memory = shm::create_memory("ferrodist-messages", layout.size_bytes());
+            shm::take_pages(memory.get(), layout.common_part());
             shm::Rings(std::make_shared<const shm::Mapping>(memory.get(), layout.size_bytes()), layout).initialize();
             return memory.release();
         },

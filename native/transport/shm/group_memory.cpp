@@ -37,11 +37,20 @@ struct GroupMemory::Header {
 };
 
 std::size_t Layout::size_bytes() const {
+    return common_part().size + static_cast<std::size_t>(num_ranks) * num_slots * slot_bytes;
+}
+
+Part Layout::common_part() const {
     const auto ranks = static_cast<std::size_t>(num_ranks);
     const auto columns = static_cast<std::size_t>(group_size);
     const std::size_t header = round_up(sizeof(Arrival) * 2 * ranks + sizeof(RankFlags) * ranks, page_bytes) +
                                round_up(2 * ranks * round_up(columns * sizeof(std::uint64_t), line_bytes), page_bytes);
-    return 4 * page_bytes + header + ranks * num_slots * slot_bytes;
+    return {.start = 0, .size = 4 * page_bytes + header};
+}
+
+Part Layout::part_of(int local) const {
+    const std::size_t size = num_slots * slot_bytes;
+    return {.start = common_part().size + static_cast<std::size_t>(local) * size, .size = size};
 }
 
 GroupMemory::GroupMemory(std::shared_ptr<const Mapping> memory, const Layout& layout)
@@ -51,7 +60,7 @@ GroupMemory::GroupMemory(std::shared_ptr<const Mapping> memory, const Layout& la
     arrivals_ = memory_->data() + 4 * page_bytes;
     flags_ = arrivals_ + sizeof(Arrival) * 2 * ranks;
     counts_ = arrivals_ + round_up(sizeof(Arrival) * 2 * ranks + sizeof(RankFlags) * ranks, page_bytes);
-    slots_ = memory_->data() + layout.size_bytes() - ranks * num_slots * layout.slot_bytes;
+    slots_ = memory_->data() + layout.common_part().size;
 }
 
 void GroupMemory::initialize() {

@@ -82,6 +82,10 @@ struct Layout {
     std::uint32_t spin_micros = 0;   // how long to spin before sleeping
 
     [[nodiscard]] std::size_t size_bytes() const;
+    // What several ranks write, and what the rank with index `local` on this host alone does; see [Note: first touch]
+    // in memory.h.
+    [[nodiscard]] Part common_part() const;
+    [[nodiscard]] Part part_of(int local) const;
 };
 
 class GroupMemory {

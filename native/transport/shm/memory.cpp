@@ -24,23 +24,6 @@ namespace {
 // of a fast timer: a quarter of a millisecond's worth.
 constexpr off_t taken_at_once = off_t{2} << 20;
 
-void take_pages(int descriptor, off_t length) {
-    auto next_look = std::chrono::steady_clock::now() + interruption_period;
-    for (off_t start = 0; start < length;) {
-        const off_t wanted = std::min(length - start, taken_at_once);
-        const int error = ::posix_fallocate(descriptor, start, wanted);
-        if (error == 0) {
-            start += wanted;
-        } else if (error != EINTR) {
-            fail(error, "taking the pages of shared memory");
-        }
-        if (const auto now = std::chrono::steady_clock::now(); now >= next_look) {
-            check_interruption();
-            next_look = now + interruption_period;
-        }
-    }
-}
-
 }  // namespace
 
 Mapping::Mapping(int descriptor, std::size_t size) : size_(size) {
@@ -57,11 +40,27 @@ Descriptor create_memory(const char* name, std::size_t size) {
     if (!std::in_range<off_t>(size)) fail(EFBIG, "size of shared memory");
     Descriptor memory(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (memory.get() < 0) fail(errno, "memfd_create");
-    const auto length = static_cast<off_t>(size);
-    if (::ftruncate(memory.get(), length) != 0) fail(errno, "ftruncate of shared memory");
-    take_pages(memory.get(), length);
+    if (::ftruncate(memory.get(), static_cast<off_t>(size)) != 0) fail(errno, "ftruncate of shared memory");
     if (::fcntl(memory.get(), F_ADD_SEALS, F_SEAL_SHRINK) != 0) fail(errno, "sealing shared memory");
     return memory;
+}
+
+void take_pages(int descriptor, const Part& part) {
+    auto next_look = std::chrono::steady_clock::now() + interruption_period;
+    const auto end = static_cast<off_t>(part.start + part.size);
+    for (auto start = static_cast<off_t>(part.start); start < end;) {
+        const off_t wanted = std::min(end - start, taken_at_once);
+        const int error = ::posix_fallocate(descriptor, start, wanted);
+        if (error == 0) {
+            start += wanted;
+        } else if (error != EINTR) {
+            fail(error, "taking the pages of shared memory");
+        }
+        if (const auto now = std::chrono::steady_clock::now(); now >= next_look) {
+            check_interruption();
+            next_look = now + interruption_period;
+        }
+    }
 }
 
 }  // namespace ferrodist::shm

@@ -1,4 +1,11 @@
 // Shared memory mapped by several processes.
+//
+// [Note: first touch]
+// The system allocates a page of shared memory on the NUMA node of the thread that first touches it, or that allocates
+// it by `fallocate`. So no rank allocates another's: after its creation the memory has no pages; its creator allocates
+// those that several ranks write (flags, calls and small data, which stay in the processors' caches), and each rank
+// those that it alone writes: its slots, the rings that it sends by, its part of an arena. All have done so before any
+// rank uses the memory.
 #pragma once
 
 #include <cstddef>
@@ -40,9 +47,19 @@ private:
     std::size_t size_ = 0;
 };
 
-// Creates anonymous shared memory of `size` bytes that cannot shrink, and allocates its pages now: so a lack of memory
-// is an error here and not a SIGBUS later. Signals do not end it, but an interruption (base/interruption.h) does.
+// A range of bytes of shared memory.
+struct Part {
+    std::size_t start = 0;
+    std::size_t size = 0;
+};
+
+// Creates anonymous shared memory of `size` bytes that cannot shrink. It has no pages yet: see [Note: first touch].
 // Throws std::system_error.
 Descriptor create_memory(const char* name, std::size_t size);
+
+// Allocates the pages of a part of shared memory, on the NUMA node of this thread: so a lack of memory is an error here
+// and not a SIGBUS later. Signals do not end it, but an interruption (base/interruption.h) does. Throws
+// std::system_error.
+void take_pages(int descriptor, const Part& part);
 
 }  // namespace ferrodist::shm

@@ -29,15 +29,25 @@ RingLayout RingLayout::for_ranks(int num_ranks) {
 
 std::size_t RingLayout::size_bytes() const {
     const auto ranks = static_cast<std::size_t>(num_ranks);
-    return round_up(ranks * sizeof(Doorbell), page_bytes) + round_up(ranks * ranks * sizeof(Ring), page_bytes) +
-           ranks * ranks * ring_bytes;
+    return common_part().size + ranks * ranks * ring_bytes;
+}
+
+Part RingLayout::common_part() const {
+    const auto ranks = static_cast<std::size_t>(num_ranks);
+    const std::size_t doorbells = round_up(ranks * sizeof(Doorbell), page_bytes);
+    return {.start = 0, .size = doorbells + round_up(ranks * ranks * sizeof(Ring), page_bytes)};
+}
+
+Part RingLayout::part_of(int local) const {
+    const std::size_t size = static_cast<std::size_t>(num_ranks) * ring_bytes;  // of the rings to all ranks
+    return {.start = common_part().size + static_cast<std::size_t>(local) * size, .size = size};
 }
 
 Rings::Rings(std::shared_ptr<const Mapping> memory, const RingLayout& layout)
     : layout_(layout), memory_(std::move(memory)) {
     const auto ranks = static_cast<std::size_t>(layout.num_ranks);
     rings_ = memory_->data() + round_up(ranks * sizeof(Doorbell), page_bytes);
-    bytes_ = rings_ + round_up(ranks * ranks * sizeof(Ring), page_bytes);
+    bytes_ = memory_->data() + layout.common_part().size;
 }
 
 void Rings::initialize() {

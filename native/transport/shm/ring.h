@@ -41,6 +41,10 @@ struct RingLayout {
     // processor's caches and, except for very many ranks, within 16 MiB for all pairs.
     [[nodiscard]] static RingLayout for_ranks(int num_ranks);
     [[nodiscard]] std::size_t size_bytes() const;
+    // What several ranks write, and what the rank with index `local` on this host alone does; see [Note: first touch]
+    // in memory.h.
+    [[nodiscard]] Part common_part() const;
+    [[nodiscard]] Part part_of(int local) const;
 };
 
 // All rings of a host, and its ranks' doorbells.

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
-import operator
 import os
 import secrets
 import socket
@@ -17,6 +15,8 @@ import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from ferrodist.cpu_quota import cpu_quota
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,20 +115,42 @@ class CpuSet(NamedTuple):
         usable = 0
         for processor in os.sched_getaffinity(0):
             usable |= 1 << processor % (8 * _MASK_BYTES)
-        quota = _NO_QUOTA
-        with contextlib.suppress(OSError, ValueError):
-            allowed, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-            quota = min(quota, max(1, int(allowed) // int(period)))
-        return cls(machine, usable, quota)
+        return cls(machine, usable, max(1, int(min(_NO_QUOTA, cpu_quota()))))
 
 
 def is_oversubscribed(ranks: Sequence[CpuSet], hosts: Sequence[int]) -> bool:
-    """Return whether ranks outnumber the processors of a machine, or the quota of a host's container."""
+    """Return whether some ranks of a machine share a processor, or outnumber the quota of a host's container."""
     usable: dict[bytes, list[int]] = {}
     quotas: dict[int, list[int]] = {}
     for rank, host in zip(ranks, hosts, strict=True):
         usable.setdefault(rank.machine, []).append(rank.usable)
         quotas.setdefault(host, []).append(rank.quota)
-    return any(len(masks) > functools.reduce(operator.or_, masks).bit_count() for masks in usable.values()) or any(
+    return any(_must_share(masks) for masks in usable.values()) or any(
         len(allowed) > max(allowed) for allowed in quotas.values()
     )
+
+
+def _must_share(masks: Sequence[int]) -> bool:
+    """Return whether not every rank can have a processor of its own, given the bit mask of each rank's processors.
+
+    Ranks that are bound may be crowded on some processors beside idle ones. So it looks for a matching, by augmenting
+    paths: a rank without a free processor takes one whose owner finds another.
+    """
+    processors = [{bit for bit in range(mask.bit_length()) if mask >> bit & 1} for mask in masks]
+    owners: dict[int, int] = {}  # a processor's rank
+
+    def place(rank: int, tried: set[int]) -> bool:
+        free = processors[rank] - owners.keys()
+        if free:
+            owners[min(free)] = rank
+            return True
+        for processor in processors[rank]:
+            if processor in tried:
+                continue
+            tried.add(processor)
+            if place(owners[processor], tried):
+                owners[processor] = rank
+                return True
+        return False
+
+    return not all(place(rank, set()) for rank in range(len(masks)))

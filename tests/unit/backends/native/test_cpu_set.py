@@ -27,6 +27,11 @@ def rank(machine: bytes, usable: int, quota: int = 0xFFFF) -> CpuSet:
         ([rank(A, 0b1111, 2)] * 4, [0, 0, 2, 2], False),
         ([rank(A, 0b1111, 1)] * 4, [0, 0, 2, 2], True),
         ([rank(A, 0xFFFFFFFF, 4)] * 8, list(range(8)), False),
+        ([rank(A, 0b0001)] * 3 + [rank(A, 0b1110)], [0] * 4, True),
+        ([rank(A, 0b0011)] * 3 + [rank(A, 0b1111)], [0] * 4, True),
+        ([rank(A, 0b0111), rank(A, 0b0011), rank(A, 0b0001)], [0] * 3, False),
+        ([rank(A, (1 << 64) - 1)] * 64, [0] * 64, False),
+        ([rank(A, (1 << 64) - 1)] * 65, [0] * 65, True),
     ],
     ids=[
         "enough",
@@ -38,10 +43,15 @@ def rank(machine: bytes, usable: int, quota: int = 0xFFFF) -> CpuSet:
         "within the quotas of two containers",
         "beyond the quotas",
         "one rank a container",
+        "crowded beside idle ones",
+        "crowded on a node beside an idle one",
+        "one each, if the first ones give way",
+        "as many",
+        "one more",
     ],
 )
 def test_is_oversubscribed(ranks, hosts, crowded):
-    """Processors are shared by machine, quotas by host; both must suffice."""
+    """Processors are shared by machine, quotas by host; both must suffice, wherever the ranks are bound."""
     assert is_oversubscribed(ranks, hosts) is crowded
 
 

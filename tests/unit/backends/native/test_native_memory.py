@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
+import socket
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +25,39 @@ pytestmark = pytest.mark.skipif(
 
 _LARGE = 256 << 20
 _WRAPPED = 4096 * ((2**52 + 2) // 3)  # three of it are 8192 more than 2**64
+_SLOTS = 3 * 64 * 1024  # a rank's
+
+
+def _open_rank(descriptor, rank, num_ranks):
+    """Return the communicator of a rank in memory of `create_segment`."""
+    return load().Communicator(descriptor, rank, [0] * num_ranks, [], num_ranks, num_ranks, _SLOTS // 3, False, 50)
+
+
+@contextlib.contextmanager
+def _memory(create, *arguments):
+    descriptor = create(*arguments)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _communicator():
+    """A group of one rank."""
+    with _memory(load().create_segment, 1, 1, _SLOTS // 3, False, 50) as segment:
+        yield _open_rank(segment, 0, 1)
+
+
+def _pages_bytes(descriptor):
+    return os.fstat(descriptor).st_blocks * 512
+
+
+def _check_taken(descriptor, start, size, before):
+    """Nothing but the pages of a range of bytes was taken since there were ``before`` bytes."""
+    assert _pages_bytes(descriptor) == before + size
+    os.posix_fallocate(descriptor, start, size)
+    assert _pages_bytes(descriptor) == before + size
 
 
 @pytest.fixture
@@ -46,15 +82,15 @@ def test_signals_do_not_end_the_taking_of_pages(ticks):
         nonlocal num_ticks
         num_ticks += 1
 
-    ticks(count)
-    descriptor = load().create_arena(_LARGE, 1)
-    assert os.fstat(descriptor).st_size == _LARGE
-    assert num_ticks
-    os.close(descriptor)
+    with _communicator() as communicator, _memory(load().create_arena, _LARGE, 1) as descriptor:
+        ticks(count)
+        communicator.map_arena(descriptor, 1, _LARGE, _LARGE)
+        assert _pages_bytes(descriptor) == _LARGE
+        assert num_ticks
 
 
 def test_an_interruption_ends_the_taking_of_pages(ticks):
-    """Ctrl-C does, and leaves no descriptor."""
+    """Ctrl-C does, and leaves no mapping."""
 
     class Interruption(Exception):
         pass
@@ -63,11 +99,13 @@ def test_an_interruption_ends_the_taking_of_pages(ticks):
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         raise Interruption
 
-    before = os.listdir("/proc/self/fd")  # noqa: PTH208
-    with pytest.raises(Interruption):  # noqa: PT012 - it may come at once
-        ticks(interrupt)
-        os.close(load().create_arena(4 * _LARGE, 1))
-    assert len(os.listdir("/proc/self/fd")) == len(before)  # noqa: PTH208
+    with _communicator() as communicator, _memory(load().create_arena, 4 * _LARGE, 1) as descriptor:
+        before = Path("/proc/self/maps").read_text().count("ferrodist-symmetric")
+        with pytest.raises(Interruption):  # noqa: PT012 - it may come at once
+            ticks(interrupt)
+            communicator.map_arena(descriptor, 1, 4 * _LARGE, 4 * _LARGE)
+        assert _pages_bytes(descriptor) < 4 * _LARGE
+        assert Path("/proc/self/maps").read_text().count("ferrodist-symmetric") == before
 
 
 def test_other_threads_run_while_pages_are_taken():
@@ -81,16 +119,76 @@ def test_other_threads_run_while_pages_are_taken():
     thread = threading.Thread(target=run)
     thread.start()
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)
-    try:
-        go.set()
-        descriptor = load().create_arena(_LARGE, 1)
-        did_run = has_run.is_set()
-    finally:
-        sys.setswitchinterval(interval)
-        thread.join()
-    os.close(descriptor)
+    with _communicator() as communicator, _memory(load().create_arena, _LARGE, 1) as descriptor:
+        sys.setswitchinterval(1000.0)
+        try:
+            go.set()
+            communicator.map_arena(descriptor, 1, _LARGE, _LARGE)
+            did_run = has_run.is_set()
+        finally:
+            sys.setswitchinterval(interval)
+            thread.join()
     assert did_run
+
+
+def test_each_rank_takes_the_pages_of_its_slots():
+    """The system puts a page on the node of the rank that takes it: the creator takes none of the ranks' slots."""
+    with _memory(load().create_segment, 2, 2, _SLOTS // 3, False, 50) as descriptor:
+        size, common = os.fstat(descriptor).st_size, _pages_bytes(descriptor)
+        assert common == size - 2 * _SLOTS
+        ranks = [_open_rank(descriptor, 1, 2)]
+        _check_taken(descriptor, size - _SLOTS, _SLOTS, common)
+        ranks.append(_open_rank(descriptor, 0, 2))
+        _check_taken(descriptor, common, _SLOTS, common + _SLOTS)
+
+
+def test_ranks_of_two_hosts_take_their_own_slots():
+    """On each host the indexes follow rank order: here rank 2 is the second one of its host."""
+    with _memory(load().create_segment, 2, 3, _SLOTS // 3, False, 50) as descriptor:
+        size, common = os.fstat(descriptor).st_size, _pages_bytes(descriptor)
+        own, peer = socket.socketpair()
+        with peer:
+            links = [-1, own.detach(), -1]
+            rank = load().Communicator(descriptor, 2, [0, 1, 0], links, 2, 3, _SLOTS // 3, False, 50)
+            _check_taken(descriptor, size - _SLOTS, _SLOTS, common)
+            del rank
+
+
+def test_each_rank_takes_the_pages_of_the_rings_that_it_sends_by():
+    """The creator takes those of no ring; a rank those of its own, to all others."""
+    with _memory(load().create_rings, 2) as descriptor:
+        size, common = os.fstat(descriptor).st_size, _pages_bytes(descriptor)
+        rings = (size - common) // 2
+        assert rings == 1 << 20  # two of 512 KiB
+        engine = load().P2PEngine(
+            rank=1,
+            eager_bytes=1024,
+            max_unexpected_bytes=1 << 20,
+            is_oversubscribed=False,
+            spin_micros=50,
+            memory=descriptor,
+            num_local=2,
+            local_indexes=[0, 1],
+            sockets=[-1, -1],
+            on_event=lambda *_: None,
+        )
+        _check_taken(descriptor, size - rings, rings, common)
+        engine.close()
+
+
+def test_each_rank_takes_the_pages_of_its_symmetric_memory():
+    """A rank's part of an arena, and no other."""
+    stride = 8192
+
+    def program(group):
+        group.barrier()
+        with _memory(load().create_arena, stride, 3) as descriptor:
+            assert _pages_bytes(descriptor) == 0
+            tensor = group.engine("cpu").compiled.map_arena(descriptor, 1, stride, stride)
+            _check_taken(descriptor, group.rank * stride, stride, 0)
+            del tensor
+
+    run_ranks(program, 3, backend="native-threads")
 
 
 @pytest.mark.parametrize("backend", ["simulated", "native-threads"])
