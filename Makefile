@@ -4,6 +4,7 @@
 # make sanitize  run the native tests under the sanitizers
 # make test-torch TORCH=2.15.0  run the tests that touch torch's insides with another torch, in an environment of its own
 # make zoo     distribute models of many families in each way, against one process (takes long)
+# make growth  measure up to 64 ranks on up to 8 hosts beside a model, and write docs/growth.md (20 minutes)
 # make bench   measure it beside gloo and MPI (25 minutes, on a quiet machine)
 # make check   formatting, lint, types, the dependency rule
 #
@@ -18,7 +19,7 @@ TORCH ?= 2.15.0
 TORCH_VENV := .venv-torch-$(TORCH)
 TORCH_INSTALLED := $(TORCH_VENV)/.installed
 
-.PHONY: demo test test-programs test-torch native sanitize zoo bench check format support operators clean
+.PHONY: demo test test-programs test-torch native sanitize zoo bench growth check format support operators clean
 
 demo: $(INSTALLED)
 	$(BIN)/ferrodist demo
@@ -52,6 +53,11 @@ sanitize: $(INSTALLED)
 zoo: $(INSTALLED)
 	$(BIN)/python tools/zoo.py; status=$$?; \
 	$(BIN)/python tools/docs/zoo_page.py --write docs/zoo.md; exit $$status
+
+growth: $(INSTALLED)
+	$(BIN)/ferrodist bench --suites growth --rounds 20 --seconds 2 --output build/growth
+	$(BIN)/python benchmarks/many_ranks.py --output build/growth/many_ranks.json
+	$(BIN)/python tools/docs/growth_page.py $$(ls -t build/growth/bench-*.json | head -1) build/growth/many_ranks.json
 
 bench: $(INSTALLED)
 	$(BIN)/ferrodist bench --full --seconds 6 --output build/bench

@@ -95,7 +95,7 @@ def test_growth_is_compared_with_the_model(tmp_path):
     stages = [(case["num_hosts"], case["num_ranks"]) for case in report["cases"]]
     assert stages == [stage for stage in ((1, 2), (1, 4), *([] if NO_HOSTS else [(4, 4)])) for _ in range(2)]
     assert output.count("model of ferrodist") == len(stages)
-    assert "ferrodist's time grew over the ranks" in output
+    assert "ferrodist's work grew over the ranks" in output
     constants = report["constants"]
     assert all(value > 0 for name, value in constants.items() if not NO_HOSTS or name not in {"message", "sent_byte"})
     for name in ("ranks", "bytes"):

@@ -128,7 +128,9 @@ def _save_growth(
             labels |= {str(line.get_label()): line for line in axes.lines if not str(line.get_label()).startswith("_")}
     figure.legend(list(labels.values()), list(labels), loc="outside lower center", ncols=7, frameon=False, fontsize=9)
     machine = f"{report.machine.num_processors} processors ({report.machine.processor}), {report.started[:10]}"
-    figure.suptitle(f"Time of a call {title}: ferrodist, its model (dashed) and other libraries; {machine}")
+    figure.suptitle(
+        f"Time of a call {title}: ferrodist, its processor time (dotted), its model (dashed), others; {machine}"
+    )
     figure.savefig(path, format="png")
 
 
@@ -149,6 +151,8 @@ def _draw_over_ranks(axes: Axes, report: Report, cases: Sequence[CaseReport]) ->
                 label, width, marker = peer.title if index == 0 else "_", 0.5, _MARKERS.get(peer, ".")
             x, y = zip(*points, strict=True)
             axes.plot(x, y, color=color, label=label, linewidth=width, marker=marker, markersize=4)
+        work = [one.work_seconds for case in chosen if (one := case.measurement(Peer.NATIVE))]
+        axes.plot(ranks, work, ":", color=color, linewidth=1.4)
         axes.plot(ranks, [report.predict(case) or 0.0 for case in chosen], "--", color=color, linewidth=1.2)
     axes.set_xscale("log", base=2)
     ranks = sorted({case.num_ranks for case in cases})
@@ -167,6 +171,8 @@ def _draw_over_size(axes: Axes, report: Report, cases: Sequence[CaseReport]) -> 
         points = [(case.size_bytes, one.median) for case in chosen if (one := case.measurement(Peer.NATIVE))]
         x, y = zip(*points, strict=True)
         axes.plot(x, y, "o-", color=color, label=f"{num_ranks} ranks", linewidth=1.6, markersize=4)
+        work = [one.work_seconds for case in chosen if (one := case.measurement(Peer.NATIVE))]
+        axes.plot(x, work, ":", color=color, linewidth=1.4)
         sizes = [size for bits in range(40) if first.size_bytes <= (size := 1 << bits) <= chosen[-1].size_bytes]
         curve = [
             predict(Case(first.operation, num_ranks, first.num_hosts, first.dtype, n), report.constants) for n in sizes

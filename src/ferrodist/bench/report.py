@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FORMAT = 2
+PROCESSOR_TIME = "processor time"  # the part of a collective's time, where ranks share processors, that is their work
 LOSS_MARK = "<- faster than ferrodist"
 _BUSY_LOAD = 0.3  # of a processor; above, other processes took so much time that the figures can't be trusted
 _FASTER_GROWTH = 1.25  # measured growth over the model's; more is listed
@@ -90,6 +91,14 @@ class Measurement(msgspec.Struct, frozen=True):
         """Compute the statistics of a peer's batches."""
         p10, median, p99 = np.percentile(values, (10, 50, 99)).tolist()
         return cls(peer, median, p10, p99, calls_per_batch, values, parts)
+
+    @property
+    def work_seconds(self) -> float:
+        """The processor time of all ranks over the processors where ranks share them: of other programs it has nothing.
+
+        Where each has its own it is the median time, in which ranks that wait use theirs, too.
+        """
+        return statistics.median(self.parts.get(PROCESSOR_TIME) or [self.median])
 
     def format_parts(self) -> str:
         """Return "alone 5 ms, computing 5 ms, together 8 ms"; "" for a plain time."""
@@ -203,7 +212,7 @@ def case_lines(case: CaseReport, predicted: float | None = None) -> list[str]:
         notes = [measured.format_parts(), LOSS_MARK if measured in case.faster_peers else ""]
         lines.append("  ".join([_row(measured.peer.title, cells), *filter(None, notes)]))
     if predicted is not None and (native := case.measurement(Peer.NATIVE)):
-        cells = [format_seconds(predicted), "", "", format_ratio(predicted / native.median)]
+        cells = [format_seconds(predicted), "", "", format_ratio(predicted / native.work_seconds)]
         lines.append(_row("model of ferrodist", cells))
     for peer, reason in (*case.not_offered.items(), *case.failures.items()):
         lines.append(f"{_row(peer.title, ())}{'FAILED: ' if peer in case.failures else '-  '}{reason}")
@@ -250,20 +259,20 @@ def growth_groups(report: Report) -> dict[tuple[Operation, int, DataType, int], 
 
 
 def growth_lines(report: Report) -> list[str]:
-    """The cases in which time grew faster over the ranks than the model says, from the fewest to the most."""
+    """The cases in which work grew faster over the ranks than the model says, from the fewest to the most."""
     lines = []
     groups = growth_groups(report)
     for cases in groups.values():
         first, last = cases[0], cases[-1]
-        measured = [one.median for case in (first, last) if (one := case.measurement(Peer.NATIVE))]
+        measured = [one.work_seconds for case in (first, last) if (one := case.measurement(Peer.NATIVE))]
         predicted = [seconds for case in (first, last) if (seconds := report.predict(case))]
         times, model_times = measured[1] / measured[0], predicted[1] / predicted[0]
         if times > _FASTER_GROWTH * model_times:
-            grown = f"{format_ratio(times)} times the time of {first.num_ranks} ranks, by the model"
+            grown = f"{format_ratio(times)} times that of {first.num_ranks} ranks, by the model"
             lines.append(f"  {last.title}: {grown} {format_ratio(model_times)}")
     if groups:
         count = f"{len(lines)} of {len(groups)} cases{':' if lines else '.'}"
-        lines.insert(0, f"ferrodist's time grew over the ranks by a quarter more than the model says in {count}")
+        lines.insert(0, f"ferrodist's work grew over the ranks by a quarter more than the model says in {count}")
     return lines
 
 

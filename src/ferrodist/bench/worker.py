@@ -1,7 +1,8 @@
 """One rank of one peer: ``python -m ferrodist.bench.worker``, or through `foreign` in another interpreter.
 
 It joins its group, reports to the driver, and serves its requests: prepare a case, run batches, release. In the answer
-to a batch, ``begin`` and ``end`` are in nanoseconds on the host's monotonic clock, which all processes share.
+to a batch, ``begin`` and ``end`` are in nanoseconds on the host's monotonic clock, which all processes share; ``used``
+is the processor time between them.
 
 [Note: inputs that check exactly] An element is an integer from 1 to 8 for a sum (to 40 where elements only move), times
 a power of two. Sums of up to 32 ranks are then exact in every type, for any order and precision of the additions, and a
@@ -236,10 +237,12 @@ class CallTimer(Workload):
         """Run one batch of ``num_calls`` calls, the same on all ranks; ``batch`` is its index."""
         calls = self.begin_batch(message["num_calls"], message["batch"])
         _align(self.adapter)
+        used = time.process_time_ns()
         begin, end = self.time_calls(calls)
+        used = time.process_time_ns() - used
         # This rank may be done while its part in another's call is not: MPI moves data only inside its calls.
         self.adapter.barrier()
-        return {"begin": begin, "end": end, "wrong": self.check(len(calls))}
+        return {"begin": begin, "end": end, "used": used, "wrong": self.check(len(calls))}
 
     def time_calls(self, calls: Sequence[Callable[[], Any]]) -> tuple[int, int]:
         """Make the calls; returns the begin and the end."""

@@ -40,7 +40,7 @@ while (message := connection.recv())["do"] != "end":
         send(max_calls=7)
     elif message["do"] == "batch":
         n = message["num_calls"]
-        send(begin=1000 * rank, end=1000 * rank + n * (rank + 1) * 10**5, wrong=WRONG)
+        send(begin=1000 * rank, end=1000 * rank + n * (rank + 1) * 10**5, used=n * 10**4, wrong=WRONG)
     else:
         send()
 """
@@ -138,6 +138,23 @@ def test_the_slowest_rank_counts_and_a_batch_fills_a_millisecond(monkeypatch, tm
     assert rounds == [0.25, 0.5, 0.75, 1]
     assert (only.median, only.batches) == (pytest.approx(2e-4), [pytest.approx(2e-4)] * 4)
     assert only.calls_per_batch == 5
+
+
+def test_ranks_that_share_a_processor_have_longer_batches_and_a_processor_time(monkeypatch, tmp_path):
+    """All ranks' over the processors. A batch is longer, as ranks begin apart; one slow first call says nothing."""
+    monkeypatch.setattr(targets.os, "sched_getaffinity", lambda _pid: {0})
+    late = SERVE.replace("WRONG", "None").replace(
+        "n * (rank + 1) * 10**5", "n * (rank + 1) * 10**5 + (10**9 if first else 0)"
+    )
+    late = late.replace("        n = message", '        first = message["batch"] == 1\n        n = message').replace(
+        "max_calls=7", "max_calls=99"
+    )
+    with start(monkeypatch, tmp_path, late) as group:
+        report, _ = measure([group])
+    (only,) = report.measurements
+    assert (only.median, only.calls_per_batch) == (pytest.approx(2e-4), 50)  # 5 ms for each of two ranks
+    assert only.parts == {"processor time": [pytest.approx(2e-5)] * 4}
+    assert only.work_seconds == pytest.approx(2e-5)
 
 
 def test_the_limit_is_timed_from_the_first_start(monkeypatch, tmp_path):

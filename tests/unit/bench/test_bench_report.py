@@ -14,6 +14,7 @@ from ferrodist.bench.cli import parse_sizes
 from ferrodist.bench.plots import save_growth_plots, save_plot
 from ferrodist.bench.report import (
     LOSS_MARK,
+    PROCESSOR_TIME,
     Measurement,
     Report,
     case_lines,
@@ -129,11 +130,16 @@ def test_the_model_is_in_the_tables_and_its_excess_in_the_summary():
     # By hand: of 4 ranks on 2 processors, (4 us + 160 ns of lines and some of bytes) / 2 + 4 turns of 2 us / 2.
     assert made.predict(last) == pytest.approx(6.085e-6, rel=0.001)
     assert growth_lines(made) == [
-        "ferrodist's time grew over the ranks by a quarter more than the model says in 2 of 4 cases:",
-        "  allreduce, 4 ranks, float32, 8 B: 10.0 times the time of 2 ranks, by the model 5.96",
-        "  allreduce, 4 ranks on 2 hosts, float32, 8 B: 10.0 times the time of 2 ranks, by the model 4.40",
+        "ferrodist's work grew over the ranks by a quarter more than the model says in 2 of 4 cases:",
+        "  allreduce, 4 ranks, float32, 8 B: 10.0 times that of 2 ranks, by the model 5.96",
+        "  allreduce, 4 ranks on 2 hosts, float32, 8 B: 10.0 times that of 2 ranks, by the model 4.40",
     ]
     assert set(growth_lines(made)) <= set(summary_lines(made))
+    # What counts of ranks that share processors is their work, which other programs don't change.
+    busy = Measurement.from_batches(Peer.NATIVE, [2e-5], 10, {PROCESSOR_TIME: [7e-6, 8e-6, 9e-6]})
+    last.measurements[0] = busy
+    assert case_lines(last, made.predict(last))[-1].split()[-1] == "0.76"
+    assert growth_lines(made)[0].endswith("1 of 4 cases:")
 
 
 def test_growth_is_drawn_over_ranks_and_over_size(tmp_path):
