@@ -19,6 +19,7 @@ from pages import wrap
 from performance_page import read_report
 
 from ferrodist.bench.cases import LIMITS, OURS, Peer
+from ferrodist.bench.model import RING_SIZES
 from ferrodist.bench.plots import save_growth_plots
 from ferrodist.bench.report import format_bytes, format_ratio, format_seconds, growth_groups, growth_lines
 
@@ -35,7 +36,7 @@ CONSTANTS = {
     "copied_byte": "a byte copied, while all processors copy",
     "folded_byte": "a byte of an input added, while all add",
     "line": "a cache line that another processor wrote",
-    "handover": "a processor, from a rank to the next",
+    "handovers": f"a processor, from a process to the next of {', '.join(map(str, RING_SIZES))} that share it",
     "message": "a message between hosts, sent and received",
     "sent_byte": "a byte of a large one",
 }
@@ -66,8 +67,8 @@ def render_page(report: Report, many: dict[str, Any], plots: Sequence[str]) -> s
     )
     lines = [f"## Measured on {report.started[:10]}", "", wrap(about), "", "| constant | |", "|---|---|"]
     for name, title in CONSTANTS.items():
-        value = getattr(report.constants, name)
-        text = format_seconds(value) if value >= 1e-9 else f"{value * 1e12:.0f} ps"
+        values = getattr(report.constants, name)
+        text = ", ".join(map(_constant, values if isinstance(values, tuple) else [values]))
         lines.append(f"| {title} | {text} |")
     lines += ["", *(f"![Time of a call, with its processor time and the model]({plot})\n" for plot in plots)]
     for num_hosts in sorted({hosts for _, hosts, _, _ in groups}):
@@ -75,6 +76,10 @@ def render_page(report: Report, many: dict[str, Any], plots: Sequence[str]) -> s
     lines += ["### Faster than the model", ""]
     lines += [wrap(f"- {line.strip()}", indent="  ") for line in growth_lines(report)]
     return METHOD + "\n".join([*lines, "", *_many_ranks(many)]) + "\n"
+
+
+def _constant(seconds: float) -> str:
+    return format_seconds(seconds) if seconds >= 1e-9 else f"{seconds * 1e12:.0f} ps"
 
 
 def _host_tables(report: Report, groups: Sequence[Sequence[CaseReport]], num_hosts: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 ::
 
-    time = max(work / min(p, P), chain) + turns * handover / P
+    time = max(work / min(p, P), chain) + turns * handover(p / P) / P
 
 p ranks on h hosts, p / h = L on each, run on P processors: one machine's, also where the hosts are emulated. A size S
 is a case's, in bytes. ``work`` is processor time of all ranks together:
@@ -16,7 +16,8 @@ is a case's, in bytes. ``work`` is processor time of all ranks together:
 
 ``chain`` is what ranks can only do one after the other: the first segment of a broadcast, and a copy of the whole.
 ``turns`` counts how often a rank must be given a processor for the others to go on: p times for each meeting of all. It
-is 0 up to P ranks. So with more ranks than processors everything grows at least as p, and lines and messages as p * p.
+is 0 up to P ranks. So with more ranks than processors everything grows at least as p, and lines and messages as p * p;
+and a handover takes longer, the more ranks share a processor.
 
 A tensor goes in n segments of 512 KiB (256 KiB at most up to P ranks on one host). On one host (h = 1, L = p):
 
@@ -41,8 +42,11 @@ in place, which large tensors do up to P ranks (it saves a copy).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ferrodist.bench.cases import Operation
 
@@ -54,6 +58,8 @@ _INLINE_BYTES = 232  # of a rank's tensor in its arrival: see `max_inline_bytes`
 _SLOT_BYTES, _WIDE_SLOT_BYTES = 256 * _KIB, 512 * _KIB  # see src/ferrodist/backends/native/bootstrap.py
 _SMALLEST_SEGMENT_BYTES = 64 * _KIB  # see native/collectives/sizes.h, as for the others
 _PARTNER_SEGMENT_BYTES = 128 * _KIB
+
+RING_SIZES = (2, 4, 8, 16)  # each twice the one before
 
 MODELLED = (
     Operation.ALLREDUCE,
@@ -74,9 +80,15 @@ class Constants:
     copied_byte: float  # while all processors copy
     folded_byte: float  # of an input of a sum, while all processors add
     line: float  # a cache line that another processor has written
-    handover: float  # from a process that wakes another and sleeps to that one, on one processor
+    # From a process that wakes the next one and sleeps to that one, for `RING_SIZES` processes on one processor: the
+    # more there are, the less of its caches each finds again.
+    handovers: tuple[float, ...]
     message: float = 0.0  # a small message over TCP between hosts, sent and received; 0: there were none
     sent_byte: float = 0.0  # of a large one
+
+    def handover(self, num_processes: float) -> float:
+        """The time for some processes on each processor, between those that were measured on a logarithmic scale."""
+        return float(np.interp(math.log2(num_processes), np.log2(RING_SIZES), self.handovers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +122,7 @@ def predict(case: Case, constants: Constants) -> float | None:
         + work.messages * constants.message
         + work.sent_bytes * constants.sent_byte
     )
-    turns = work.turns / processors * constants.handover if num_ranks > processors else 0.0
+    turns = work.turns / processors * constants.handover(num_ranks / processors) if num_ranks > processors else 0.0
     return max(seconds / min(num_ranks, processors), work.chained_bytes * constants.copied_byte) + turns
 
 

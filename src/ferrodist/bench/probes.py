@@ -1,7 +1,8 @@
 """Probes of a machine: the constants of `model`, each from a program that runs no collective.
 
 ``python -m ferrodist.bench.probes`` prints those of one host; ``... probes send ADDRESS PORT`` and ``... probes receive
-PORT``, on two hosts, those of the network. Each figure is the median of some trials.
+PORT``, on two hosts, those of the network. Each figure is the median of some trials. ``... probes handovers BYTES``
+prints handovers between processes that each read so many bytes of their own in between.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ import socket
 import statistics
 import sys
 import time
+from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from ferrodist.bench.model import RING_SIZES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _TRIALS = 5
 _BLOCK_BYTES, _NUM_BLOCKS = 128 * 1024, 32  # of copies and folds: more than a core's own cache holds
-_HANDOVERS = 2000  # of a processor, in each direction
+_HANDOVERS = 4000  # of a processor, by all processes of a ring
 _LINE_BYTES, _NUM_LINES = 64, 256
 _SMALL_BYTES = 256  # of a message: an arrival
 _NUM_CONNECTIONS = 16
@@ -34,14 +38,14 @@ _STREAM_BYTES = 16 << 20
 _TIMEOUT_SECONDS = 20
 
 
-def probe_host() -> dict[str, float]:
+def probe_host() -> dict[str, float | list[float]]:
     """The constants of one host, by name, in seconds: `Constants` says what they are."""
     processors = sorted(os.sched_getaffinity(0))
     return {
         "copied_byte": _time_on_all(processors, _copy_blocks) / (_NUM_BLOCKS * _BLOCK_BYTES),
         "folded_byte": _time_on_all(processors, _add_blocks) / (2 * _NUM_BLOCKS * _BLOCK_BYTES),
         "line": _median(lambda: _time_lines(processors)),
-        "handover": _median(lambda: _time_handovers(processors[0])),
+        "handovers": [_median(partial(_time_handovers, processors[0], count)) for count in RING_SIZES],
     }
 
 
@@ -184,7 +188,7 @@ def _time_on_all(processors: Sequence[int], make: Callable[[np.ndarray, np.ndarr
             action()
             shared.words[first + 1 + trial] = time.perf_counter_ns() - begin
 
-    with _forked([lambda index=index: run(index) for index in range(len(processors))]):  # type: ignore[misc]
+    with _forked([partial(run, index) for index in range(len(processors))]):
         pass
     times = shared.words.reshape(len(processors), _TRIALS + 1)[:, 1:]
     return float(np.median(times.max(axis=0))) / 1e9
@@ -216,28 +220,33 @@ def _time_lines(processors: Sequence[int]) -> float:
     return statistics.median(seconds) / 1e9 / _NUM_LINES
 
 
-def _time_handovers(processor: int) -> float:
-    """From one process, which wakes another and sleeps, to that one, on one processor: through pipes."""
-    there, back = os.pipe(), os.pipe()
+def _time_handovers(processor: int, num_processes: int, num_read: int = 0) -> float:
+    """From one process, which wakes the next of a ring and sleeps, to that one, on one processor: through pipes."""
+    pipes = [os.pipe() for _ in range(num_processes)]
+    num_rounds = _HANDOVERS // num_processes
 
-    def answer() -> None:
+    def run(index: int) -> None:
         os.sched_setaffinity(0, {processor})
-        for _ in repeat(None, _HANDOVERS):
-            os.read(there[0], 1)
-            os.write(back[1], b"1")
+        to, of = pipes[(index + 1) % num_processes][1], pipes[index][0]
+        memory = bytearray(num_read)
+        for _ in repeat(None, num_rounds):
+            if index == 0:
+                os.write(to, b"1")
+            os.read(of, 1)
+            memory.find(b"1")
+            if index != 0:
+                os.write(to, b"1")
 
     usable = os.sched_getaffinity(0)
-    with _forked([answer]):
-        os.sched_setaffinity(0, {processor})
+    with _forked([partial(run, index) for index in range(1, num_processes)]):
         begin = time.perf_counter()
-        for _ in repeat(None, _HANDOVERS):
-            os.write(there[1], b"1")
-            os.read(back[0], 1)
+        run(0)
         seconds = time.perf_counter() - begin
         os.sched_setaffinity(0, usable)
-    for end in (*there, *back):
-        os.close(end)
-    return seconds / (2 * _HANDOVERS)
+    for pipe in pipes:
+        for end in pipe:
+            os.close(end)
+    return seconds / (num_rounds * num_processes)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -247,6 +256,10 @@ def main(arguments: Sequence[str]) -> None:
             receive(int(port))
         case ["send", address, port]:
             sys.stdout.write(json.dumps(send(address, int(port))))
+        case ["handovers", num_read]:
+            processor = min(os.sched_getaffinity(0))
+            times = [_median(partial(_time_handovers, processor, count, int(num_read))) for count in RING_SIZES]
+            sys.stdout.write(json.dumps(dict(zip(RING_SIZES, times, strict=True))) + "\n")
         case _:
             sys.stdout.write(json.dumps(probe_host()))
 

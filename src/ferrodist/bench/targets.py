@@ -39,9 +39,9 @@ _EXIT_TIMEOUT_SECONDS = 5.0
 _REQUEST_TIMEOUT_SECONDS = 180.0
 _MAX_LOG_CHARACTERS = 400
 _BATCH_SECONDS = 1e-3
-# Of a batch, for each of the ranks that share a processor: they begin and end apart, by as long as all need to have had
-# it. 32 ranks on 2 processors, allreduce of 8 B: 3.1 ms a call in batches of 16 ms, and 0.14 in batches of 55.
-_SHARED_BATCH_SECONDS = 5e-3
+# Of a batch, for each of the ranks that share a processor: they begin apart, by as long as all need to have had it. Of
+# 16 ranks on 2 processors the last one begins 2 to 7 ms after the first.
+_SHARED_BATCH_SECONDS = 10e-3
 _MAX_CALLS = 1000  # of a batch
 _TRIAL_SECONDS = 10e-3  # of the trial that determines how many calls a batch has
 _FIRST_CALLS = 3  # after one more: they touch the memory, open connections, and show how long a call takes
@@ -265,7 +265,7 @@ class RankRunner(Runner):
         # The first calls are slow, and ranks that share processors start unequally: few calls would measure that.
         # So measure again, with ever more of them.
         shared_by = self._group.num_ranks / len(os.sched_getaffinity(0))
-        trial, trial_seconds = 0, _TRIAL_SECONDS * max(1.0, shared_by)
+        trial, trial_seconds = 0, _TRIAL_SECONDS if shared_by <= 1 else 2 * _SHARED_BATCH_SECONDS * shared_by
         while trial < self._max_calls and 2 * trial * seconds < trial_seconds:
             trial = min(max(2 * trial, self._calls_in(trial_seconds, seconds)), self._max_calls)
             seconds = min(seconds, self.run(trial))

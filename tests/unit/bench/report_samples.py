@@ -60,7 +60,7 @@ CONSTANTS = Constants(
     copied_byte=1e-10,
     folded_byte=5e-11,
     line=1e-8,
-    handover=2e-6,
+    handovers=(2e-6, 4e-6, 8e-6, 10e-6),
     message=4e-6,
     sent_byte=5e-10,
 )

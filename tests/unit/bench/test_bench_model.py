@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ferrodist.bench.cases import Case, Operation
-from ferrodist.bench.model import MODELLED, Constants, Work, predict, work_of
+from ferrodist.bench.model import MODELLED, RING_SIZES, Constants, Work, predict, work_of
 
 KIB, MIB = 1 << 10, 1 << 20
 CONSTANTS = Constants(
@@ -17,7 +17,7 @@ CONSTANTS = Constants(
     copied_byte=1e-10,
     folded_byte=5e-11,
     line=1e-8,
-    handover=2e-6,
+    handovers=(2e-6, 4e-6, 8e-6, 10e-6),
     message=4e-6,
     sent_byte=5e-10,
 )
@@ -90,12 +90,18 @@ def test_the_time_is_all_work_over_the_processors_and_the_turns():
     assert predict(barely, CONSTANTS) == pytest.approx((2 * 1e-6 + 4 * 1e-8 + 24 * 1e-10) / 2)
     many = Case(Operation.ALL_GATHER, 8, size_bytes=MIB)
     work = 8 * 1e-6 + 9 * MIB * 1e-10 + 64 * 1e-8
-    assert predict(many, CONSTANTS) == pytest.approx(work / 2 + 8 * 2e-6 / 2)
+    assert predict(many, CONSTANTS) == pytest.approx(work / 2 + 8 * 4e-6 / 2)
     # In parts of two segments of 64 KiB.
     assert predict(many, replace(CONSTANTS, processors=8)) == pytest.approx((work + 64 * 1e-8) / 8)
     # The readers of a broadcast wait for the root's first segment.
     chained = predict(Case(Operation.BROADCAST, 2, size_bytes=MIB), CONSTANTS)
     assert chained == pytest.approx(1.25 * MIB * 1e-10)
+
+
+def test_a_handover_takes_as_long_as_among_as_many_processes():
+    """In between by the logarithm, and at most what was measured for the most."""
+    found = [CONSTANTS.handover(count) for count in (1, 1.5, 2, 4, 6, 8, 16, 32)]
+    assert found == pytest.approx([2e-6, 2e-6, 2e-6, 4e-6, 4e-6 + 4e-6 * 0.5849625, 8e-6, 10e-6, 10e-6])
 
 
 def test_the_model_says_when_it_says_nothing():
@@ -113,6 +119,7 @@ def test_the_probes_print_the_constants_of_a_machine():
         [sys.executable, "-m", "ferrodist.bench.probes"], capture_output=True, text=True, check=True, timeout=60
     )
     found = json.loads(done.stdout)
-    assert set(found) == {"copied_byte", "folded_byte", "line", "handover"}
-    assert 0 < found["folded_byte"] < found["line"] < found["handover"] < 0.01
+    assert set(found) == {"copied_byte", "folded_byte", "line", "handovers"}
+    assert 0 < found["folded_byte"] < found["line"] < min(found["handovers"]) < 0.01
+    assert len(found["handovers"]) == len(RING_SIZES)
     assert 0 < found["copied_byte"] < found["line"]
