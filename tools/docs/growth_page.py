@@ -65,7 +65,10 @@ def render_page(report: Report, many: dict[str, Any], plots: Sequence[str]) -> s
         f" {machine.system}; load before: {machine.load:.1f} for the collectives, {many['load']:.1f} for the"
         f" {many['ranks']} ranks. More than 1 means that others were working on the machine."
     )
-    lines = [f"## Measured on {report.started[:10]}", "", wrap(about), "", "| constant | |", "|---|---|"]
+    lines = [f"## Measured on {report.started[:10]}", "", wrap(about), ""]
+    missing = [*report.left_out, *([] if report.is_complete else ["the run was interrupted"])]
+    lines += [*(wrap(f"- {reason}", indent="  ") for reason in missing), *([""] if missing else [])]
+    lines += ["| constant | |", "|---|---|"]
     for name, title in CONSTANTS.items():
         values = getattr(report.constants, name)
         text = ", ".join(map(_constant, values if isinstance(values, tuple) else [values]))
