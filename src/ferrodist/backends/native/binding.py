@@ -43,7 +43,14 @@ def load() -> ModuleType:
 _FAST_FUNCTIONS = (
     *("fast_all_gather", "fast_all_gather_data", "fast_all_gather_uneven", "fast_all_to_all", "fast_all_to_all_data"),
     *("fast_all_to_all_list", "fast_all_to_all_single_data", "fast_all_to_all_single_uneven", "fast_allreduce"),
-    *("fast_allreduce_data", "fast_barrier", "fast_broadcast", "fast_broadcast_data", "fast_gather"),
+    *(
+        "fast_allreduce_add",
+        "fast_allreduce_data",
+        "fast_barrier",
+        "fast_broadcast",
+        "fast_broadcast_data",
+        "fast_gather",
+    ),
     *("fast_gather_data", "fast_gather_object", "fast_object_from_root", "fast_reduce", "fast_reduce_data"),
     *("fast_reduce_scatter", "fast_reduce_scatter_data", "fast_scatter", "fast_scatter_data"),
 )
