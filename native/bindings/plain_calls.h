@@ -84,11 +84,11 @@ bool run_allreduce_add_if_plain(const std::optional<Pair>& pair, const std::opti
     if (!std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
     if (!std::ranges::equal(pair->source.shape, addend->shape)) return false;
     if (!reduction_of(pair->source.dtype, static_cast<int>(ReduceOp::sum))) return false;
-    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->source.count,
-                             addend = addend->data,
-                             dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
-        allreduce_add(context, out, source, addend, count, dtype, deadline);
-    });
+    go(size_of_pair(*pair),
+       [out = pair->out.data, source = pair->source.data, count = pair->source.count, addend = addend->data,
+        dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
+           allreduce_add(context, out, source, addend, count, dtype, deadline);
+       });
     return true;
 }
 
