@@ -60,7 +60,7 @@ def time_steps(step: Callable[[], object], num_steps: int, *, warm_up: int = 2) 
 
 
 def time_rounds(
-    steps: Mapping[_Key, Callable[[], object] | None], num_rounds: int, num_steps: int, *, label: str
+    steps: Mapping[_Key, Callable[[], object] | None], num_rounds: int, num_steps: int, *, label: str, warm_up: int = 2
 ) -> dict[_Key, list[float]]:
     """Seconds for a step of each variant in each round, in `torch_world`; the first variant is another in each round.
 
@@ -69,6 +69,7 @@ def time_rounds(
         num_rounds: The number of rounds.
         num_steps: The number of steps of a variant in a round.
         label: What is measured, shown by rank 0 as it goes on.
+        warm_up: The number of steps before those, which don't count.
     """
     seconds: dict[_Key, list[float]] = {variant: [] for variant in steps}
     variants = list(steps)
@@ -78,7 +79,7 @@ def time_rounds(
             torch.distributed.barrier()  # over gloo, which sleeps: a rank that waits takes no core from the others
             step = steps[variant]
             if step is not None:
-                seconds[variant].append(time_steps(step, num_steps))
+                seconds[variant].append(time_steps(step, num_steps, warm_up=warm_up))
         if torch.distributed.get_rank() == 0:
             print(f"{label}: round {number + 1} of {num_rounds}", flush=True)
     torch.distributed.barrier()

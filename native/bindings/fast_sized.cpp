@@ -352,7 +352,7 @@ PyObject* fast_object_from_root(PyObject*, PyObject* const* arguments, Py_ssize_
     };
     if (!is_scatter)
         return move("broadcast", [&](Context& context, const Deadline& deadline) {
-            broadcast(context, view->data, view->count, DType::uint8, root, deadline);
+            broadcast(context, view->data, view->data, view->count, DType::uint8, root, deadline);
         });
     return move("scatter", [&](Context& context, const Deadline& deadline) {
         scatter(context, view->data, source, counts, DType::uint8, root, deadline);

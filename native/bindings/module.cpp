@@ -266,7 +266,7 @@ NB_MODULE(_native, m) {
             [](Communicator& self, Address data, std::size_t count, int dtype, int root, double timeout,
                std::uint64_t ticket) {
                 run(self, ticket, timeout, [&](Context& context, const Deadline& deadline) {
-                    broadcast(context, at(data), count, static_cast<DType>(dtype), root, deadline);
+                    broadcast(context, at(data), at(data), count, static_cast<DType>(dtype), root, deadline);
                 });
             },
             "data"_a, "count"_a, "dtype"_a, "root"_a, "timeout"_a, "ticket"_a)

@@ -12,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/fresh_memory.h"
 #include "bindings/tensor.h"
 #include "collectives/data_movement.h"
 #include "collectives/reductions.h"
@@ -98,17 +97,10 @@ bool run_broadcast_if_plain(const Communicator& self, const std::optional<Pair>&
     if (!pair || root < 0 || root >= self.num_ranks()) return false;
     if (!std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
     if (pair->source.data != pair->out.data && overlap(*pair)) return false;
-    // The engine reads the root's elements where it writes the others': in `out`.
-    const bool copies = self.rank() == root && pair->source.data != pair->out.data;
-    go(size_of_pair(*pair),
-       [out = pair->out.data, source = copies ? pair->source.data : nullptr, count = pair->out.count,
-        dtype = pair->out.dtype, root](Context& context, const Deadline& deadline) {
-           if (source != nullptr) {
-               expect_writes(out, count * size_of(dtype));
-               copy_bytes(out, source, count * size_of(dtype));
-           }
-           broadcast(context, out, count, dtype, root, deadline);
-       });
+    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->out.count,
+                             dtype = pair->out.dtype, root](Context& context, const Deadline& deadline) {
+        broadcast(context, out, source, count, dtype, root, deadline);
+    });
     return true;
 }
 

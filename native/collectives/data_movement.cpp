@@ -53,10 +53,8 @@ void collect(Context& context, const shm::Call& call, std::byte* out, const std:
         return Segmentation{.count = counts[r], .element_size = element_size, .segment_elements = segment_elements};
     };
     // The parts differ in size; each rank's offer starts at its own part.
-    const std::size_t read_size = largest * element_size;
-    const bool is_read = call.root < 0 || read_size <= most_read_from_one_bytes;
     const Offer offer = offer_source(context, call.root < 0 ? Operation::all_gather : Operation::gather, source,
-                                     counts[rank] * element_size, is_read ? read_size : 0);
+                                     counts[rank] * element_size, largest * element_size);
     exchange(
         context, payload, offer, (largest + segment_elements - 1) / segment_elements,
         [&](std::size_t k, std::byte* slot) {
@@ -96,38 +94,44 @@ void barrier(Context& context, const Deadline& deadline) {
     context.fabric.enter(deadline);
 }
 
-void broadcast(Context& context, std::byte* data, std::size_t count, DType dtype, int root, const Deadline& deadline) {
+void broadcast(Context& context, std::byte* out, const std::byte* source, std::size_t count, DType dtype, int root,
+               const Deadline& deadline) {
     const std::size_t element_size = size_of(dtype);
     const std::size_t size = count * element_size;
     const bool is_root = context.rank == root;
     std::byte* payload = context.fabric.begin(call_of(Operation::broadcast, count, dtype, root));
     if (size <= shm::max_inline_bytes) {
-        if (is_root) copy_bytes(payload, data, size);
+        if (is_root) copy_bytes(payload, source, size);
         context.fabric.enter(deadline);
-        if (!is_root) copy_bytes(data, context.fabric.arrival(root).payload.data(), size);
+        if (is_root)
+            move_bytes(out, source, size);
+        else
+            copy_bytes(out, context.fabric.arrival(root).payload.data(), size);
         return;
     }
-    if (!is_root) expect_writes(data, size);
+    if (!is_root || out != source) expect_writes(out, size);
     const Segmentation segmentation{
         .count = count,
         .element_size = element_size,
         .segment_elements = elements_in(segment_bytes(size, context.fabric.layout()), element_size)};
-    const Offer offer =
-        offer_source(context, Operation::broadcast, data, size, size <= most_read_from_one_bytes ? size : 0);
+    const Offer offer = offer_source(context, Operation::broadcast, is_root ? source : out, size, size);
     exchange(
         context, payload, offer, segmentation.num_segments(),
         [&](std::size_t k, std::byte* slot) {
             if (is_root)
-                context.into_shared.copy(slot, data + segmentation.offset_bytes(k), segmentation.size_bytes(k));
+                context.into_shared.copy(slot, source + segmentation.offset_bytes(k), segmentation.size_bytes(k));
         },
         [&](std::size_t k, int) { return Range{.size = is_root ? segmentation.size_bytes(k) : 0}; },
         [&](std::size_t k, std::uint64_t number) {
-            if (!is_root)
-                copy_bytes(data + segmentation.offset_bytes(k), context.fabric.slot(root, number),
-                           segmentation.size_bytes(k));
+            const std::size_t offset = segmentation.offset_bytes(k);
+            move_bytes(out + offset, is_root ? source + offset : context.fabric.slot(root, number),
+                       segmentation.size_bytes(k));
         },
         [&](const Sources& sources) {
-            if (!is_root) sources.copy(root, 0, data, size);
+            if (is_root)
+                move_bytes(out, source, size);
+            else
+                sources.copy(root, 0, out, size);
         },
         deadline);
 }

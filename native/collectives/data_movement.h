@@ -10,8 +10,9 @@ namespace ferrodist {
 
 void barrier(Context& context, const Deadline& deadline);
 
-// Copies the root's `data` into every rank's `data`.
-void broadcast(Context& context, std::byte* data, std::size_t count, DType dtype, int root, const Deadline& deadline);
+// Copies the root's `source`, which may be its `out`, into every rank's `out`; `source` is not read elsewhere.
+void broadcast(Context& context, std::byte* out, const std::byte* source, std::size_t count, DType dtype, int root,
+               const Deadline& deadline);
 
 // Concatenates every rank's `source`, of `counts[r]` elements, in every rank's `out`. `source` may be its own part of
 // `out`.

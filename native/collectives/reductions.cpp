@@ -44,18 +44,22 @@ void fold_inline(Context& context, ReductionFolder& folder, const Reduction& red
     folder.fold(out, wanted.size, [&](int r) { return context.fabric.arrival(r).payload.data() + offset; });
 }
 
-// Sends everything through one slot; every rank that needs the result folds all of it: one wait.
-void fold_one_shot(Context& context, ReductionFolder& folder, std::byte* payload, std::byte* out,
-                   const std::byte* source, std::size_t count, std::size_t element_size, int root,
-                   const Deadline& deadline) {
+// Every rank that needs the result folds all of it, from the others' slots: one wait per segment.
+void fold_whole(Context& context, ReductionFolder& folder, std::byte* payload, std::byte* out, const std::byte* source,
+                const Segmentation& segmentation, int root, const Deadline& deadline) {
     const auto is_wanted_by = [&](int r) { return root < 0 || r == root; };
     exchange(
-        context, payload, {}, 1,
-        [&](std::size_t, std::byte* slot) { context.into_shared.copy(slot, source, count * element_size); },
-        [&](std::size_t, int r) { return Range{.size = is_wanted_by(r) ? count * element_size : 0}; },
-        [&](std::size_t, std::uint64_t number) {
+        context, payload, {}, segmentation.num_segments(),
+        [&](std::size_t k, std::byte* slot) {
+            if (context.rank != root)
+                context.into_shared.copy(slot, source + segmentation.offset_bytes(k), segmentation.size_bytes(k));
+        },
+        [&](std::size_t k, int r) { return Range{.size = is_wanted_by(r) ? segmentation.size_bytes(k) : 0}; },
+        [&](std::size_t k, std::uint64_t number) {
             if (out == nullptr) return;
-            folder.fold(out, count, [&](int r) { return r == context.rank ? source : context.fabric.slot(r, number); });
+            const std::size_t offset = segmentation.offset_bytes(k);
+            folder.fold(out + offset, segmentation.size_of(k),
+                        [&](int r) { return r == context.rank ? source + offset : context.fabric.slot(r, number); });
         },
         [](const Sources&) {}, deadline);
 }
@@ -166,19 +170,24 @@ void fold_by_size(Context& context, const shm::Call& call, std::byte* out, const
                   const Reduction& reduction, const Deadline& deadline) {
     const std::size_t element_size = size_of(reduction.dtype);
     const std::size_t size = count * element_size;
+    const shm::Layout& layout = context.fabric.layout();
+    const auto segments_of = [&](std::size_t bytes) {
+        return Segmentation{
+            .count = count, .element_size = element_size, .segment_elements = elements_in(bytes, element_size)};
+    };
     ReductionFolder folder(context, reduction);
     std::byte* payload = begin(context.fabric, call, reduction);
     if (out != source) expect_writes(out, size);
     if (size + reduction.factor_bytes() <= shm::max_inline_bytes) {
         fold_inline(context, folder, reduction, payload, out, source, {.begin = 0, .size = count}, count, deadline);
     } else if (context.num_ranks == 2 && context.fabric.has_remote_ranks()) {
-        const Segmentation segmentation{
-            .count = count,
-            .element_size = element_size,
-            .segment_elements = elements_in(partner_segment_bytes(context.fabric.layout()), element_size)};
-        fold_with_partner(context, folder, out, source, segmentation, call.root, deadline);
-    } else if (size <= one_shot_bytes(context.fabric.layout())) {
-        fold_one_shot(context, folder, payload, out, source, count, element_size, call.root, deadline);
+        fold_with_partner(context, folder, out, source, segments_of(partner_segment_bytes(layout)), call.root,
+                          deadline);
+    } else if (context.num_ranks == 2 && call.root >= 0) {
+        fold_whole(context, folder, payload, out, source, segments_of(root_fold_segment_bytes(layout)), call.root,
+                   deadline);
+    } else if (size <= one_shot_bytes(layout)) {
+        fold_whole(context, folder, payload, out, source, segments_of(one_shot_bytes(layout)), call.root, deadline);
     } else if (call.root < 0 && can_fold_in_chain(context.fabric, reduction)) {
         fold_in_chain(context, folder, out, source, count, reduction, deadline);
     } else {

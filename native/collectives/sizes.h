@@ -29,11 +29,6 @@ inline std::size_t least_read_bytes(const shm::Layout& layout) {
     return (layout.is_oversubscribed ? 512 : 32) * std::size_t{1024};
 }
 
-// Maximum size for direct reads where all read from one rank, or one reads from all, and the others would be idle:
-// through slots one rank copies in what another copies out. Two ranks, broadcast of 256 KiB: 11 us directly and 18
-// through slots; 1 MiB: 130 and 62.
-inline constexpr std::size_t most_read_from_one_bytes = 512 * 1024;
-
 // The segment size of a transfer of `size` bytes: large enough to be worth its flags, small enough to stay in the cache
 // and to let the ranks work side by side.
 inline std::size_t segment_bytes(std::size_t size, const shm::Layout& layout) {
@@ -42,7 +37,13 @@ inline std::size_t segment_bytes(std::size_t size, const shm::Layout& layout) {
     return std::clamp(size / 4, std::min(smallest, layout.slot_bytes), layout.slot_bytes);
 }
 
-// The same between two ranks on two hosts. Few enough bytes that both have sent theirs before either reads much: larger
+// The segment size of a reduce of two ranks, of which the root folds the other's whole tensor. One rank stages while the
+// other folds: 1 MiB took 99 us, in segments of 256 KiB 117, and 180 where both folded half of it.
+inline std::size_t root_fold_segment_bytes(const shm::Layout& layout) {
+    return layout.is_oversubscribed ? layout.slot_bytes : std::min<std::size_t>(128 * 1024, layout.slot_bytes);
+}
+
+// The segment size between two ranks on two hosts. Few enough bytes that both have sent theirs before either reads much: larger
 // segments wait in the connection's buffer until the kernel sends them. Under TCP BBR 1 MiB took 290 us with this size,
 // and 700 to 800 in segments of 256 KiB; under Reno 290 and 280, and 340 in segments of 64 KiB.
 inline std::size_t partner_segment_bytes(const shm::Layout& layout) {

@@ -142,7 +142,7 @@ private:
             if (rank_ == root) expect(out, sum_of(num_ranks_, number, count), "reduce", rank_, number);
         } else if (kind == 2) {
             std::byte* data = ticket(source, number, 0);
-            call([&](Context& c, const Deadline& d) { broadcast(c, data, count, DType::int32, root, d); });
+            call([&](Context& c, const Deadline& d) { broadcast(c, data, data, count, DType::int32, root, d); });
             expect(bring_back(data, count), input_of(root, number, count), "broadcast", rank_, number);
         } else if (kind == 3 || kind == 4) {
             source = input_of(rank_, number, counts[own]);
@@ -400,7 +400,7 @@ void failures(const std::vector<int>& hosts, bool is_oversubscribed) {
     const auto all = [](Context& c, const Deadline& d) { barrier(c, d); };
     const auto other = [](Context& c, const Deadline& d) {
         std::byte data[4]{};
-        broadcast(c, data, 1, DType::int32, 0, d);
+        broadcast(c, data, data, 1, DType::int32, 0, d);
     };
     auto group = make_group(hosts, is_oversubscribed);
     run_ranks(3, [&](int rank) {

@@ -8,20 +8,32 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
+import torch
+import transformers
 from safetensors.torch import load_file
 
 import ferrodist
 
 SOURCE = Path(ferrodist.__file__).parents[1]
-EXAMPLES = SOURCE.parent / "examples" / "huggingface"
+EXAMPLES = SOURCE.parent / "examples"
 LIMIT = 200  # seconds; each takes about 10 where nothing else runs
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 
 
-def run(name, *arguments):
+def run(name, *arguments, folder="huggingface"):
     """Run an example on two ranks, and give what rank 0 printed."""
-    command = [sys.executable, "-m", "ferrodist", "run", "--nproc-per-node", "2", str(EXAMPLES / name), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "ferrodist",
+        "run",
+        "--nproc-per-node",
+        "2",
+        str(EXAMPLES / folder / name),
+        *arguments,
+    ]
     paths = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
@@ -61,3 +73,30 @@ def test_generation():
     assert "'The statement" in output
     assert "'A class is " in output
     assert output.count("'the same' from the tensor parallel model") == 2
+
+
+def test_inference(tmp_path):
+    """A model from a folder writes over two ranks what it writes in one process."""
+    words = {f"w{number}": number for number in range(64)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    prompt = torch.tensor([[5, 9, 2]])
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
+    options = ("--model", str(tmp_path), "--prompt", "w5 w9 w2", "--tokens", "12")
+    output = run("generate.py", *options, folder="inference")
+    assert output.count(": 12 tokens, ") == 3
+    assert " ".join(f"w{number}" for number in expected[0].tolist()) in output

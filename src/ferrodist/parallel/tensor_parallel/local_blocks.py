@@ -9,8 +9,11 @@ tensors; its sharded layers sum what has to be summed.
 That code is right for this is not assumed but tried. The first forward of a kind (`_Kind`) is on DTensors; then the
 block computes random inputs with random parameters in both ways, and the ranks compare results, and gradients if there
 are any, bit by bit. If all are equal on all ranks, later forwards of that kind run on local tensors, else they go on
-with DTensors: code that uses the number of heads or features, parameters in between, dropout, or caches. A trial is no
-proof: it does not see what changes the code's path later, so programs ask for local blocks.
+with DTensors: code that uses the number of heads or features, parameters in between, or dropout. A trial is no proof:
+it does not see what changes the code's path later, so programs ask for local blocks.
+
+A forward without gradients may also update a key-value cache, as in decoding: a trial works on copies of the cache, and
+compares what is in them afterwards (`local_caches`).
 """
 
 from __future__ import annotations
@@ -25,8 +28,16 @@ from torch import nn
 
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.errors import DistributedError
+from ferrodist.parallel.tensor_parallel.local_caches import (
+    LocalCache,
+    cached_tensors,
+    copy_cache,
+    is_cache,
+    map_caches,
+)
 from ferrodist.parallel.tensor_parallel.local_calls import LOCAL_CALL, LocalCall, NotLocalError
 from ferrodist.parallel.tensor_parallel.local_forwards import LinearForward, NormForward
+from ferrodist.parallel.tensor_parallel.local_modules import LocalModules
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, RowParallel, Style
 from ferrodist.parallel.tensor_parallel.wrapped_forwards import find_dtensors, map_nested
 from ferrodist.tensor.dtensor import DTensor, wrap_local
@@ -154,7 +165,8 @@ class LocalBlock:
         self._forward: Callable[..., Any] = module.forward
         functools.update_wrapper(self, self._forward)
         self._mesh = mesh
-        self._modules = list(module.modules())
+        self._module, self._modules = module, list(module.modules())
+        self._local_modules: LocalModules | None = None
         self._parameters = [
             parameter for one in self._modules for parameter in own_parameters(one).values() if parameter is not None
         ]
@@ -222,9 +234,14 @@ class LocalBlock:
             *[one.training for one in self._modules],
             *[parameter.requires_grad for parameter in self._parameters],
         )
-        positional = tuple([self._describe(one, sizes) for one in args])
-        named = tuple([(name, self._describe(one, sizes)) for name, one in kwargs.items()])
+        positional = tuple([self._describe_argument(one, sizes) for one in args])
+        named = tuple([(name, self._describe_argument(one, sizes)) for name, one in kwargs.items()])
         return _Kind(settings, (positional, named))
+
+    def _describe_argument(self, value: Any, sizes: list[Any]) -> Any:
+        if not torch.is_grad_enabled() and is_cache(value):
+            return type(value)
+        return self._describe(value, sizes)
 
     def _describe(self, value: Any, sizes: list[Any]) -> Any:
         if isinstance(value, torch.Tensor):
@@ -240,25 +257,41 @@ class LocalBlock:
             return (type(value), value)
         if type(value) is tuple:
             return tuple([self._describe(one, sizes) for one in value])
-        raise NotLocalError  # a list or a mapping may be written to, as a cache is
+        raise NotLocalError  # a list or a mapping may be written to
 
     def _compute_locally(self, args: Any, kwargs: Any, *, is_trial: bool = False) -> Any:
         mesh = self._mesh
-        token = LOCAL_CALL.set(LocalCall(mesh, is_trial=is_trial))
-        try:
-            result = self._forward(
-                *[map_nested(self._localize, one) for one in args],
-                **{name: map_nested(self._localize, one) for name, one in kwargs.items()},
-            )
-        finally:
-            LOCAL_CALL.reset(token)
+        caches: list[LocalCache] = []
+
+        def localize_cache(cache: Any) -> LocalCache:
+            caches.append(LocalCache(cache, mesh))
+            return caches[-1]
 
         def distribute(one: torch.Tensor) -> torch.Tensor:
             if isinstance(one, DTensor):
                 raise NotLocalError
             return wrap_local(one, DTensorSpec.make(mesh, _REPLICATED, one.shape, one.dtype))
 
-        return map_nested(distribute, result)
+        args, kwargs = map_caches(localize_cache, args, kwargs)
+        token = LOCAL_CALL.set(LocalCall(mesh, is_trial=is_trial))
+        try:
+            forward = self._forward if torch.is_grad_enabled() else self._find_local_modules().run
+            result = forward(
+                *[map_nested(self._localize, one) for one in args],
+                **{name: map_nested(self._localize, one) for name, one in kwargs.items()},
+            )
+            return map_nested(distribute, result)
+        except NotLocalError:
+            for cache in caches:
+                cache.undo()
+            raise
+        finally:
+            LOCAL_CALL.reset(token)
+
+    def _find_local_modules(self) -> LocalModules:
+        if self._local_modules is None:
+            self._local_modules = LocalModules(self._module, self._mesh)
+        return self._local_modules
 
     def _localize(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
@@ -270,6 +303,7 @@ class LocalBlock:
     def _try_out(self, kind: _Kind, sizes: Any, args: Any, kwargs: Any) -> Any:
         """Compute a forward on DTensors, and then try out its kind; all ranks do."""
         given = find_dtensors([args, kwargs])
+        before = map_caches(copy_cache, args, kwargs)
         versions = [version_of(one) for one in given if not one.is_inference()]
         attributes = [dict(one.__dict__) for one in self._modules]
         generator = torch.get_rng_state()
@@ -277,10 +311,10 @@ class LocalBlock:
         is_pure = (
             versions == [version_of(one) for one in given if not one.is_inference()]
             and torch.equal(generator, torch.get_rng_state())
-            and all(_are_same(before, one.__dict__) for before, one in zip(attributes, self._modules, strict=True))
+            and all(_are_same(own, one.__dict__) for own, one in zip(attributes, self._modules, strict=True))
         )
         # Ranks may differ in the first, and the second takes all of them.
-        if self._agree(is_pure) and self._agree(self._are_ways_equal(args, kwargs)):
+        if self._agree(is_pure) and self._agree(self._are_ways_equal(*before)):
             self._sizes[kind].add(sizes)
         else:
             self._distributed.add(kind)
@@ -302,10 +336,13 @@ class LocalBlock:
         inputs = [*find_dtensors([args, kwargs]), *parameters]
         with with_random_values(parameters), unrecorded():
             try:
-                result = self._forward(*args, **kwargs)
+                own_args, own_kwargs = map_caches(copy_cache, args, kwargs)
+                result = self._forward(*own_args, **own_kwargs)
                 structure, expected = _structure_of(result), _values_and_grads(result, inputs)
+                expected += _find_cached(own_args, own_kwargs)
                 result = self._compute_locally(args, kwargs, is_trial=True)
                 is_similar, found = _structure_of(result) == structure, _values_and_grads(result, inputs)
+                found += _find_cached(args, kwargs)
             except DistributedError:
                 raise
             except Exception:  # noqa: BLE001 - the module's code can't compute on local tensors
@@ -337,8 +374,13 @@ def _values_and_grads(result: Any, inputs: Sequence[torch.Tensor]) -> list[Any]:
     return [*results, *torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)]
 
 
+def _find_cached(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """What is in the caches among the arguments of a forward."""
+    return [tensor for one in [*args, *kwargs.values()] if is_cache(one) for tensor in cached_tensors(one)]
+
+
 def _are_equal(one: Any, other: Any) -> bool:
-    if one is None or other is None:
+    if {type(one), type(other)} != {DTensor}:
         return one is other
     return one.placements == other.placements and torch.equal(one.detach().to_local(), other.detach().to_local())
 
