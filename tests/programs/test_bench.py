@@ -86,6 +86,22 @@ def test_two_hosts_are_measured_and_removed(tmp_path):
     assert command.split()[3] not in names
 
 
+@pytest.mark.skipif(not is_native_available(), reason="the model is the native engine's")
+def test_growth_is_compared_with_the_model(tmp_path):
+    """On one host and, where they can be had, on four: with constants of this machine, and two more pictures."""
+    hosts, sizes = ("1" if NO_HOSTS else "1,4"), "8,64K"
+    options = ["--suites", "growth", "--ranks", "2,4", "--hosts", hosts, "--operations", "allreduce", "--sizes", sizes]
+    output, path, report = run(tmp_path, *options, "--peers", "native", "--rounds", "1")
+    stages = [(case["num_hosts"], case["num_ranks"]) for case in report["cases"]]
+    assert stages == [stage for stage in ((1, 2), (1, 4), *([] if NO_HOSTS else [(4, 4)])) for _ in range(2)]
+    assert output.count("model of ferrodist") == len(stages)
+    assert "ferrodist's time grew over the ranks" in output
+    constants = report["constants"]
+    assert all(value > 0 for name, value in constants.items() if not NO_HOSTS or name not in {"message", "sent_byte"})
+    for name in ("ranks", "bytes"):
+        assert path.with_name(f"{path.stem}-{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
 @needs_mpi
 def test_the_mpi_of_this_machine_is_measured(tmp_path):
     """With --backend mpi, ferrodist over the MPI that mpi4py loads is measured beside the native engine and mpi4py."""

@@ -18,7 +18,8 @@ import msgspec
 from pages import wrap
 
 from ferrodist.bench.cases import LIMITS, OURS, Peer, Suite, format_ranks
-from ferrodist.bench.report import FORMAT, Report, format_bytes, format_ratio, save_plot, summary_lines
+from ferrodist.bench.plots import save_plot
+from ferrodist.bench.report import FORMAT, Report, format_bytes, format_ratio, summary_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +36,7 @@ TITLES = {
     Suite.OVERLAP: "An asynchronous allreduce beside a computation",
     Suite.GROUPS: "Making groups",
     Suite.HOSTS: "Two hosts",
+    Suite.GROWTH: "More ranks and hosts",
 }
 
 

@@ -156,6 +156,7 @@ class Suite(enum.Enum):
     OVERLAP = "overlap"
     GROUPS = "groups"
     HOSTS = "hosts"
+    GROWTH = "growth"
 
 
 _MPIS = (Peer.MPICH, Peer.OPENMPI)
@@ -178,7 +179,7 @@ class SuitePlan:
     quick_sizes: Sequence[int] = (8, 16 * _KIB, _MIB)  # for --quick
     ranks: Sequence[int] = (2,)
     full_ranks: Sequence[int] = ()  # for --full, if they are others
-    num_hosts: int = 1
+    hosts: Sequence[int] = (1,)
 
 
 _COLLECTIVES = tuple(Operation)[: list(Operation).index(Operation.BARRIER) + 1]
@@ -195,7 +196,16 @@ _PLANS = (
     SuitePlan(Suite.SUBMIT, (Operation.SUBMIT,), _ASYNCHRONOUS_PEERS, sizes=(8, 64 * _KIB), quick_sizes=(8,)),
     SuitePlan(Suite.OVERLAP, (Operation.OVERLAP,), _ASYNCHRONOUS_PEERS, sizes=(64 * _MIB,), quick_sizes=(_MIB,)),
     SuitePlan(Suite.GROUPS, GROUP_CREATIONS, (Peer.NATIVE, Peer.GLOO, *_MPIS), ranks=(2, 8)),
-    SuitePlan(Suite.HOSTS, _HOSTS_OPERATIONS, _HOSTS_PEERS, _OPTIONAL_HOSTS_PEERS, num_hosts=2),
+    SuitePlan(Suite.HOSTS, _HOSTS_OPERATIONS, _HOSTS_PEERS, _OPTIONAL_HOSTS_PEERS, hosts=(2,)),
+    SuitePlan(
+        Suite.GROWTH,
+        _COLLECTIVES[:-1],
+        (Peer.NATIVE, Peer.GLOO, Peer.OPENMPI),
+        sizes=(8, 64 * _KIB, _MIB),
+        quick_sizes=(8, _MIB),
+        ranks=(2, 4, 8, 16, 32),
+        hosts=(1, 2, 4, 8),
+    ),
 )
 SUITES = {plan.suite: plan for plan in _PLANS}
 
@@ -214,12 +224,14 @@ class BenchOptions:
 def plan_stages(suites: Sequence[SuitePlan]) -> dict[tuple[int, int], list[tuple[SuitePlan, Case]]]:
     """The cases in order, each with its suite, by numbers of hosts and ranks: the cases of one key share running peers.
 
-    One host comes first, and few ranks come first.
+    One host comes first, and few ranks come first. Every host has a rank.
     """
     stages: dict[tuple[int, int], list[tuple[SuitePlan, Case]]] = {}
     for plan in suites:
-        for num_ranks, operation in product(plan.ranks, plan.operations):
+        for num_hosts, num_ranks, operation in product(plan.hosts, plan.ranks, plan.operations):
+            if num_ranks < num_hosts:
+                continue
             sizes = [(DataType.FLOAT32, 0)] if operation in UNSIZED else product(plan.dtypes, plan.sizes)
-            cases = [(plan, Case(operation, num_ranks, plan.num_hosts, dtype, size)) for dtype, size in sizes]
-            stages.setdefault((plan.num_hosts, num_ranks), []).extend(cases)
+            cases = [(plan, Case(operation, num_ranks, num_hosts, dtype, size)) for dtype, size in sizes]
+            stages.setdefault((num_hosts, num_ranks), []).extend(cases)
     return dict(sorted(stages.items()))

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     Choice = TypeVar("Choice", bound=enum.Enum)
 
 _REQUIRED = {"matplotlib": "matplotlib", "rich": "rich"}
+_FULL = ",".join(suite.value for suite in Suite if suite is not Suite.GROWTH)  # the suites of --full
 _MAX_SIZE_BYTES = 1 << 32
 _MAX_ROUNDS = 100_000
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -43,7 +44,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     option("--suites", metavar="LIST", help=f"of {_values(Suite)} (default collectives)")
     option("--operations", metavar="LIST", help=f"of {_values(Operation)} (default all of a suite)")
     option("--sizes", metavar="LIST", help="bytes, such as 8,64K or 8..256M for powers of two (default: the suite's)")
-    option("--ranks", metavar="LIST", help="numbers of ranks, such as 2,4 (default 2, and for groups 2,8)")
+    ranks_help = "numbers of ranks, such as 2,4 (default 2, for groups 2,8, for growth 2,4,8,16,32); several are also"
+    option("--ranks", metavar="LIST", help=f"{ranks_help} plotted over the ranks, beside a model of the time")
+    option("--hosts", metavar="LIST", help="of growth: numbers of hosts, emulated on this one (default 1,2,4,8)")
     option("--dtypes", metavar="LIST", default="float32", help=f"of {_values(DataType)} (default %(default)s)")
     peers, left_out = parser.add_mutually_exclusive_group(), "native-tcp, tcp, mpi, ucc, nccl, mpi4py"
     peers.add_argument("--peers", metavar="LIST", help=f"of {_values(Peer)} (default the suite's: all but {left_out})")
@@ -53,7 +56,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     option("--seconds", type=float, metavar="S", help="a case ends after this time, and 5 rounds (default 8)")
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--quick", action="store_true", help="a look: three sizes, 10 rounds, 2 seconds")
-    amount.add_argument("--full", action="store_true", help="all suites, collectives on 2 and 4 ranks")
+    amount.add_argument("--full", action="store_true", help="all suites but growth, collectives on 2 and 4 ranks")
     output_help = "for report and plot (default %(default)s)"
     option("--output", type=Path, metavar="DIR", default=Path("bench"), help=output_help)
 
@@ -108,7 +111,8 @@ def run_bench(options: BenchOptions) -> int:
         print_warning(missing)
         return 1
     from ferrodist.bench.driver import RunDisplay, run_suites  # noqa: PLC0415 - needs the extra
-    from ferrodist.bench.report import Report, save_plot, summary_lines, write_report  # noqa: PLC0415 - the same
+    from ferrodist.bench.plots import save_growth_plots, save_plot  # noqa: PLC0415 - the same
+    from ferrodist.bench.report import Report, summary_lines, write_report  # noqa: PLC0415 - the same
 
     options.output.mkdir(parents=True, exist_ok=True)
     settings = {"rounds": f"{options.num_rounds}", "seconds for a case": f"{options.seconds:g}"}
@@ -121,8 +125,8 @@ def run_bench(options: BenchOptions) -> int:
             path = options.output / f"bench-{report.started[:19].replace(':', '')}.json"
             lines = ["", *summary_lines(report), f"report: {path}"]
             write_report(path, report)
-            if save_plot(path.with_suffix(".png"), report):
-                lines.append(f"plot: {path.with_suffix('.png')}")
+            plots = [path.with_suffix(".png")] if save_plot(path.with_suffix(".png"), report) else []
+            lines += [f"plot: {plot}" for plot in [*plots, *save_growth_plots(path, report)]]
             if sys.stdout is not None:
                 sys.stdout.write("\n".join(lines) + "\n")
     return 1 if report.failures or not any(case.ours for case in report.cases) else 0
@@ -130,10 +134,11 @@ def run_bench(options: BenchOptions) -> int:
 
 def _suite_plans(arguments: argparse.Namespace) -> list[SuitePlan]:
     """The chosen suites, with their defaults where the options leave something open."""
-    suites = _choices("--suites", arguments.suites or (_values(Suite) if arguments.full else "collectives"), Suite)
+    suites = _choices("--suites", arguments.suites or (_FULL if arguments.full else "collectives"), Suite)
     operations = _choices("--operations", arguments.operations or _values(Operation), Operation)
     peers = _choices("--peers", arguments.peers, Peer) if arguments.peers else BACKENDS.get(arguments.backend)
     ranks = _parse_ranks(arguments.ranks) if arguments.ranks else None
+    hosts = _parse_numbers("--hosts", arguments.hosts, 1) if arguments.hosts else None
     sizes = parse_sizes(arguments.sizes) if arguments.sizes else None
     dtypes = _choices("--dtypes", arguments.dtypes, DataType)
     plans = []
@@ -144,6 +149,7 @@ def _suite_plans(arguments: argparse.Namespace) -> list[SuitePlan]:
                 default,
                 operations=[operation for operation in default.operations if operation in operations],
                 ranks=ranks or (arguments.full and default.full_ranks) or default.ranks,
+                hosts=hosts or default.hosts if default.suite is Suite.GROWTH else default.hosts,
                 dtypes=dtypes,
                 sizes=sizes or (default.quick_sizes if arguments.quick else default.sizes),
                 peers=default.peers if peers is None else [peer for peer in peers if peer in possible],
@@ -155,6 +161,10 @@ def _suite_plans(arguments: argparse.Namespace) -> list[SuitePlan]:
     ):
         if not is_left:
             raise ValueError(f"{option}: none of these belongs to {', '.join(suite.value for suite in suites)}")
+    if hosts and Suite.GROWTH not in suites:
+        raise ValueError("--hosts: only the suite growth has a choice of hosts; add --suites growth")
+    if hosts and ranks and max(hosts) > max(ranks):
+        raise ValueError(f"--hosts {max(hosts)} are more than the most ranks, {max(ranks)}")
     return [plan for plan in plans if plan.operations and plan.peers]
 
 
@@ -173,10 +183,14 @@ def _choices(option: str, text: str, kind: type[Choice]) -> tuple[Choice, ...]:
 
 
 def _parse_ranks(text: str) -> tuple[int, ...]:
-    ranks = []
+    ranks = _parse_numbers("--ranks", text, 2)
+    check_rank_count("--ranks", max(ranks))
+    return ranks
+
+
+def _parse_numbers(option: str, text: str, least: int) -> tuple[int, ...]:
+    """Each number of a list once."""
     for word in text.split(","):
-        if not word.strip().isdecimal() or not 2 <= int(word) <= MAX_RANKS:
-            raise ValueError(f"--ranks must be numbers from 2 to {MAX_RANKS}, such as 2,4, not {word.strip()!r}")
-        check_rank_count("--ranks", int(word))
-        ranks.append(int(word))
-    return tuple(dict.fromkeys(ranks))
+        if not word.strip().isdecimal() or not least <= int(word) <= MAX_RANKS:
+            raise ValueError(f"{option} must be numbers from {least} to {MAX_RANKS}, such as 2,4, not {word.strip()!r}")
+    return tuple(dict.fromkeys(map(int, text.split(","))))

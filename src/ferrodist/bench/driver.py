@@ -17,17 +17,19 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from ferrodist.bench.adapters.base import UnsupportedError
-from ferrodist.bench.cases import Case, Peer, format_ranks, plan_stages
+from ferrodist.bench.calibration import measure_constants, measure_network
+from ferrodist.bench.cases import Peer, format_ranks, plan_stages
 from ferrodist.bench.environments import EmulatedHosts, PeerFailedError
+from ferrodist.bench.model import MODELLED
 from ferrodist.bench.report import CaseReport, Measurement, PeerReport, case_lines, format_bytes, read_meminfo
 from ferrodist.bench.targets import Iperf3, RankGroup
 from ferrodist.errors import DistributedError
 from ferrodist.progress import Bars
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ferrodist.bench.cases import BenchOptions, Suite, SuitePlan
+    from ferrodist.bench.cases import BenchOptions, Case, Suite, SuitePlan
     from ferrodist.bench.report import Report
     from ferrodist.bench.targets import Runner, Target
 
@@ -74,13 +76,47 @@ class RunDisplay(Bars):
 def run_suites(options: BenchOptions, report: Report, display: RunDisplay) -> None:
     """Measure all cases of the suites; ``report`` receives the figures as they come."""
     begin = time.monotonic()
+    stages = plan_stages(options.suites)
     try:
-        for (num_hosts, num_ranks), cases in plan_stages(options.suites).items():
+        _calibrate(report, display, stages)
+        for (num_hosts, num_ranks), cases in stages.items():
             title = format_ranks(num_ranks, num_hosts)
             _Run(options, report, display, num_hosts, num_ranks, title).measure(cases)
         report.is_complete = True
     finally:
         report.seconds = round(time.monotonic() - begin, 1)
+
+
+def _calibrate(
+    report: Report, display: RunDisplay, stages: Mapping[tuple[int, int], Sequence[tuple[SuitePlan, Case]]]
+) -> None:
+    """Measure the model's constants for a run of its operations with several numbers of ranks."""
+    modelled = [
+        case
+        for cases in stages.values()
+        for plan, case in cases
+        if case.operation in MODELLED and Peer.NATIVE in plan.peers
+    ]
+    if len({case.num_ranks for case in modelled}) < 2:
+        return
+    try:
+        with _temporary_folder() as folder:
+            report.constants = measure_constants(folder / "alone", display.print_lines)
+        if any(case.num_hosts > 1 for case in modelled):
+            with EmulatedHosts() as hosts:
+                report.constants = measure_network(report.constants, hosts)
+    except PeerFailedError as error:
+        report.left_out.append(f"without the model, or that between hosts: {error}")
+        display.print_lines(report.left_out[-1])
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """A folder for the sockets of peers, whose paths must be short."""
+    base = tempfile.gettempdir()
+    base = base if len(base) < _MAX_FOLDER_CHARACTERS else "/tmp"  # noqa: S108 - the name can't be guessed
+    with tempfile.TemporaryDirectory(prefix="ferrodist-bench-", dir=base) as folder:
+        yield Path(folder)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,13 +134,11 @@ class _Run:
         """Start the peers, measure the cases, end the peers."""
         with contextlib.ExitStack() as stack:
             try:
-                hosts = stack.enter_context(EmulatedHosts()) if self.num_hosts > 1 else None
+                hosts = stack.enter_context(EmulatedHosts(self.num_hosts)) if self.num_hosts > 1 else None
             except PeerFailedError as error:
                 self._skip(f"{self.title}: {error}")
                 return
-            base = tempfile.gettempdir()
-            base = base if len(base) < _MAX_FOLDER_CHARACTERS else "/tmp"  # noqa: S108 - the name can't be guessed
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ferrodist-bench-", dir=base))
+            folder = stack.enter_context(_temporary_folder())
             # In the order of the tables, but a missing required peer is to end the run before others start.
             peers = dict.fromkeys(peer for plan, _ in cases for peer in plan.peers)
             targets: dict[Peer, Target] = {}
@@ -141,7 +175,7 @@ class _Run:
 
     def _measure_case(self, suite: Suite, case: Case, targets: Sequence[Target]) -> None:
         size = f" of {format_bytes(case.size_bytes)}" if case.size_bytes else ""
-        title = f"{case.operation.value}{size} on {case.num_ranks} ranks"
+        title = f"{case.operation.value}{size} on {self.title}"
         self.display.begin_case(title)
         elements, free = case.input_elements + case.output_elements, read_meminfo("MemAvailable")
         needed = elements * case.dtype.size_bytes * case.num_ranks * len(targets)
@@ -151,7 +185,7 @@ class _Run:
             return
         measured = measure_case(suite, case, targets, self.options, self.display.show_done)
         self.report.cases.append(measured)
-        self.display.print_lines("", *case_lines(measured))
+        self.display.print_lines("", *case_lines(measured, self.report.predict(measured)))
 
     def _skip(self, reason: str) -> None:
         self.report.left_out.append(f"left out, {reason}")

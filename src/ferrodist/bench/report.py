@@ -1,4 +1,4 @@
-"""The report of a run: statistics and all facts needed to judge them; as JSON, as text for terminals, as a picture."""
+"""The report of a run: statistics and all facts needed to judge them; as JSON, and as text for terminals."""
 
 from __future__ import annotations
 
@@ -8,29 +8,23 @@ import platform
 import re
 import statistics
 from datetime import datetime, timezone
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from ferrodist.bench.cases import LIMITS, OURS, DataType, Operation, Peer, Suite, format_ranks
+from ferrodist.bench.cases import LIMITS, OURS, Case, DataType, Operation, Peer, Suite, format_ranks
+from ferrodist.bench.model import Constants, predict
 from ferrodist.installation import installed_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from matplotlib.axes import Axes
-
 FORMAT = 2
 LOSS_MARK = "<- faster than ferrodist"
 _BUSY_LOAD = 0.3  # of a processor; above, other processes took so much time that the figures can't be trusted
-_PLOTTED_SUITES = {Suite.COLLECTIVES, Suite.MESSAGES, Suite.HOSTS}
-_PANEL_INCHES = (4.2, 3.4)
-_COLUMNS, _LABELS_PER_COLUMN = 3, 2
+_FASTER_GROWTH = 1.25  # measured growth over the model's; more is listed
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +132,11 @@ class CaseReport(msgspec.Struct, kw_only=True):
         return [one for one in others if (ratio := self.ratio(one, OURS)) is not None and ratio < 1]
 
     @property
+    def case(self) -> Case:
+        """What was measured."""
+        return Case(self.operation, self.num_ranks, self.num_hosts, self.dtype, self.size_bytes)
+
+    @property
     def title(self) -> str:
         """Return "allreduce, 2 ranks, float32, 16 KiB"."""
         size = [self.dtype.value, format_bytes(self.size_bytes)] if self.size_bytes else []
@@ -168,6 +167,7 @@ class Report(msgspec.Struct, kw_only=True):
     ferrodist: str = msgspec.field(default_factory=lambda: installed_version() or "source tree")
     peers: list[PeerReport] = []
     cases: list[CaseReport] = []
+    constants: Constants | None = None  # of the model, in a run with several numbers of ranks
     left_out: list[str] = []  # the cases that were not measured, with the reasons
     seconds: float = 0.0
     is_complete: bool = False  # whether the run was not interrupted
@@ -183,14 +183,18 @@ class Report(msgspec.Struct, kw_only=True):
             for peer, reason in case.failures.items()
         ]
 
+    def predict(self, case: CaseReport) -> float | None:
+        """The model's time for ferrodist's native engine in a case; None if it says nothing of it."""
+        return None if self.constants is None else predict(case.case, self.constants)
+
 
 def write_report(path: Path, report: Report) -> None:
     """Write a report as JSON that people can read."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
-def case_lines(case: CaseReport) -> list[str]:
-    """The figures of one case, a line for each peer; a peer that is faster than ferrodist is marked."""
+def case_lines(case: CaseReport, predicted: float | None = None) -> list[str]:
+    """The figures of one case, a line for each peer, and the model's time; a peer faster than ferrodist is marked."""
     lines = [case.title, _row("", ("median", "p10", "p99", "/ours", "/limit"))]
     for measured in case.measurements:
         to_ours = None if measured.peer in LIMITS else case.ratio(measured, OURS)
@@ -198,6 +202,9 @@ def case_lines(case: CaseReport) -> list[str]:
         cells += [format_ratio(ratio) for ratio in (to_ours, case.ratio(measured, LIMITS))]
         notes = [measured.format_parts(), LOSS_MARK if measured in case.faster_peers else ""]
         lines.append("  ".join([_row(measured.peer.title, cells), *filter(None, notes)]))
+    if predicted is not None and (native := case.measurement(Peer.NATIVE)):
+        cells = [format_seconds(predicted), "", "", format_ratio(predicted / native.median)]
+        lines.append(_row("model of ferrodist", cells))
     for peer, reason in (*case.not_offered.items(), *case.failures.items()):
         lines.append(f"{_row(peer.title, ())}{'FAILED: ' if peer in case.failures else '-  '}{reason}")
     return lines
@@ -223,6 +230,7 @@ def summary_lines(report: Report) -> list[str]:
         best = min(faster, key=lambda measured: measured.median)
         values = f"{best.peer.title} {case.format_value(best.median)}, ferrodist {case.format_value(ours.median)}"
         lines.append(f"  {case.title}: {values}")
+    lines += growth_lines(report)
     if report.machine.load > _BUSY_LOAD * report.machine.num_processors:
         lines.append(
             f"The machine was busy when the run began (load {report.machine.load:.1f} on"
@@ -231,53 +239,32 @@ def summary_lines(report: Report) -> list[str]:
     return lines
 
 
-def save_plot(path: Path, report: Report) -> bool:
-    """Draw a panel for each operation, number of ranks and hosts, and dtype into a PNG file; False without panels.
-
-    Only some suites measure a time over a size, and a barrier has no size.
-    """
-    groups: dict[tuple[int, int, DataType, Operation], list[CaseReport]] = {}
+def growth_groups(report: Report) -> dict[tuple[Operation, int, DataType, int], list[CaseReport]]:
+    """The cases that the model speaks of by operation, hosts, type and size; each with two numbers of ranks or more."""
+    groups: dict[tuple[Operation, int, DataType, int], list[CaseReport]] = {}
     for case in report.cases:
-        if case.suite in _PLOTTED_SUITES and case.size_bytes and case.measurements:
-            groups.setdefault((case.num_hosts, case.num_ranks, case.dtype, case.operation), []).append(case)
-    if not groups:
-        return False
-    num_columns = min(_COLUMNS, len(groups))
-    num_rows = -(-len(groups) // num_columns)
-    size = (_PANEL_INCHES[0] * num_columns, _PANEL_INCHES[1] * num_rows + 1.2)
-    figure = Figure(figsize=size, layout="constrained", dpi=100)
-    panels = figure.subplots(num_rows, num_columns, squeeze=False).flat
-    for axes, cases in zip_longest(panels, groups.values()):
-        if cases is None:
-            axes.set_axis_off()
-        else:
-            _draw(axes, cases)
-    handles = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
-    ncols = min(len(handles), _LABELS_PER_COLUMN * num_columns)
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=ncols, frameon=False)
-    figure.suptitle(f"Median time of a call, lower is better: {report.machine.processor}, {report.started[:10]}")
-    figure.savefig(path, format="png")
-    return True
+        if case.measurement(Peer.NATIVE) and report.predict(case) is not None:
+            groups.setdefault((case.operation, case.num_hosts, case.dtype, case.size_bytes), []).append(case)
+    ordered = {key: sorted(cases, key=lambda case: case.num_ranks) for key, cases in groups.items()}
+    return {key: cases for key, cases in ordered.items() if cases[0].num_ranks < cases[-1].num_ranks}
 
 
-def _draw(axes: Axes, cases: list[CaseReport]) -> None:
-    for peer in Peer:
-        found = [(case.size_bytes, case.measurement(peer)) for case in cases]
-        points = [(size, measured.median) for size, measured in found if measured is not None]
-        if points:
-            sizes, medians = zip(*sorted(points), strict=True)
-            axes.plot(sizes, medians, peer.line_style, color=peer.color, label=peer.title, linewidth=1.4, marker=".")
-    where = format_ranks(cases[0].num_ranks, cases[0].num_hosts)
-    axes.set_title(f"{cases[0].operation.value}, {where}, {cases[0].dtype.value}", fontsize=10)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_locator(LogLocator(base=16, numticks=12))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(round(value))))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.tick_params(labelsize=8)
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+def growth_lines(report: Report) -> list[str]:
+    """The cases in which time grew faster over the ranks than the model says, from the fewest to the most."""
+    lines = []
+    groups = growth_groups(report)
+    for cases in groups.values():
+        first, last = cases[0], cases[-1]
+        measured = [one.median for case in (first, last) if (one := case.measurement(Peer.NATIVE))]
+        predicted = [seconds for case in (first, last) if (seconds := report.predict(case))]
+        times, model_times = measured[1] / measured[0], predicted[1] / predicted[0]
+        if times > _FASTER_GROWTH * model_times:
+            grown = f"{format_ratio(times)} times the time of {first.num_ranks} ranks, by the model"
+            lines.append(f"  {last.title}: {grown} {format_ratio(model_times)}")
+    if groups:
+        count = f"{len(lines)} of {len(groups)} cases{':' if lines else '.'}"
+        lines.insert(0, f"ferrodist's time grew over the ranks by a quarter more than the model says in {count}")
+    return lines
 
 
 def format_bytes(size: int) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ferrodist.bench.adapters.base import UnsupportedError
 from ferrodist.bench.cases import GROUP_CREATIONS, Operation, Peer
-from ferrodist.bench.environments import NUM_HOSTS, PeerFailedError, rank_environment, run_command, start_commands
+from ferrodist.bench.environments import PeerFailedError, rank_environment, run_command, start_commands
 from ferrodist.bench.report import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from ferrodist.bench.environments import EmulatedHosts
 
 _POLL_INTERVAL_SECONDS = 0.1
-_START_TIMEOUT_SECONDS = 90.0
+_START_TIMEOUT_SECONDS, _START_TIMEOUT_SECONDS_PER_RANK = 90.0, 5.0
 _EXIT_TIMEOUT_SECONDS = 5.0
 _REQUEST_TIMEOUT_SECONDS = 180.0
 _MAX_LOG_CHARACTERS = 400
-_BATCH_SECONDS = 1e-3
+_BATCH_SECONDS = 1e-3  # for each rank of a processor: ranks that share one begin and end apart
 _MAX_CALLS = 1000  # of a batch
 _TRIAL_SECONDS = 10e-3  # of the trial that determines how many calls a batch has
 _FIRST_CALLS = 3  # after one more: they touch the memory, open connections, and show how long a call takes
@@ -65,9 +65,10 @@ class Runner:
 class RankGroup:
     """The ranks of one peer, each a process that serves requests.
 
-    ``folder`` is created, for the peer alone. All ranks must have joined ``timeout`` seconds after they can start, else
-    PeerFailedError is raised. A call that takes longer than ``max_seconds`` is not repeated, and larger sizes are not
-    tried. ``log`` gets a line for the user before a long step. ``hosts`` None is this host.
+    ``folder`` is created, for the peer alone. All ranks must have joined ``timeout`` seconds after they can start (by
+    default more for more ranks), else PeerFailedError is raised. A call that takes longer than ``max_seconds`` is not
+    repeated, and larger sizes are not tried. ``log`` gets a line for the user before a long step. ``hosts`` None is
+    this host.
     """
 
     def __init__(
@@ -79,9 +80,11 @@ class RankGroup:
         max_seconds: float,
         log: Callable[[str], None],
         hosts: EmulatedHosts | None = None,
-        timeout: float = _START_TIMEOUT_SECONDS,
+        timeout: float | None = None,
     ) -> None:
         self.peer, self.num_ranks = peer, num_ranks
+        if timeout is None:
+            timeout = _START_TIMEOUT_SECONDS + _START_TIMEOUT_SECONDS_PER_RANK * num_ranks
         self.versions: dict[str, str] = {}
         self._max_seconds, self._log_file = max_seconds, folder / "log"
         self.is_alive = True  # the ranks can serve requests
@@ -261,7 +264,8 @@ class RankRunner(Runner):
         while trial < self._max_calls and 2 * trial * seconds < _TRIAL_SECONDS:
             trial = min(max(2 * trial, self._calls_in(_TRIAL_SECONDS, seconds)), self._max_calls)
             seconds = min(seconds, self.run(trial))
-        self.num_calls = self._calls_in(_BATCH_SECONDS, seconds)
+        shared_by = max(1.0, self._group.num_ranks / len(os.sched_getaffinity(0)))
+        self.num_calls = self._calls_in(_BATCH_SECONDS * shared_by, seconds)
         return seconds
 
     def _calibrate_overlap(self, max_seconds: float) -> float:
@@ -339,7 +343,7 @@ class Iperf3:
         """Prepare a case, and run a transfer that does not count; UnsupportedError: it says nothing of the case."""
         if case.size_bytes < _IPERF3_MIN_BYTES:
             raise UnsupportedError("a rate says nothing of small messages")
-        if case.num_ranks != NUM_HOSTS:
+        if case.num_ranks != self._hosts.num_hosts:
             raise UnsupportedError("it has one process a host")
         num_calls = max(1, _IPERF3_BATCH_BYTES // case.size_bytes)
         command = self.client_command(case, num_calls * case.size_bytes)

@@ -1,6 +1,7 @@
 """Reports of ferrodist bench with made-up figures."""
 
 from ferrodist.bench.cases import DataType, Operation, Peer, Suite
+from ferrodist.bench.model import Constants
 from ferrodist.bench.report import CaseReport, Machine, Measurement, PeerReport, Report
 
 
@@ -8,12 +9,12 @@ def measured(peer, *microseconds):
     return Measurement.from_batches(peer, [value * 1e-6 for value in microseconds], 10, {})
 
 
-def case(*measurements, operation="allreduce", size_bytes=16384, suite="collectives", num_hosts=1, **more):
+def case(*measurements, operation="allreduce", size_bytes=16384, suite="collectives", num_ranks=2, num_hosts=1, **more):
     return CaseReport(
         suite=Suite(suite),
         operation=Operation(operation),
         dtype=DataType.FLOAT32,
-        num_ranks=2,
+        num_ranks=num_ranks,
         num_hosts=num_hosts,
         size_bytes=size_bytes,
         num_elements=size_bytes // 4,
@@ -51,6 +52,39 @@ def report(*cases, load=0.0):
         cases=list(cases),
         is_complete=True,
     )
+
+
+CONSTANTS = Constants(
+    processors=2,
+    call=1e-6,
+    copied_byte=1e-10,
+    folded_byte=5e-11,
+    line=1e-8,
+    handover=2e-6,
+    message=4e-6,
+    sent_byte=5e-10,
+)
+
+
+def growth_report():
+    """Two numbers of ranks, one and two hosts: the time of 8 B grows tenfold, that of 1 MiB by less."""
+    report_ = report(
+        *(
+            case(
+                measured(Peer.NATIVE, microseconds * ranks * hosts),
+                measured(Peer.GLOO, 200 * ranks),
+                size_bytes=size,
+                suite="growth",
+                num_ranks=ranks,
+                num_hosts=hosts,
+            )
+            for hosts in (1, 2)
+            for ranks in (2, 4)
+            for size, microseconds in ((8, 1 if ranks == 2 else 5), (1 << 20, 100))
+        )
+    )
+    report_.constants = CONSTANTS
+    return report_
 
 
 LOST = case(measured(Peer.NATIVE, 4, 5, 6), measured(Peer.GLOO, 50), measured(Peer.OPENMPI, 4), measured(Peer.LIMIT, 2))

@@ -58,6 +58,10 @@ def run(monkeypatch, tmp_path, behave):
         (["--ranks", "1"], "--ranks must be numbers from 2 to 32, such as 2,4, not '1'"),
         (["--ranks", "2,x"], "not 'x'"),
         (["--ranks", "33"], "not '33'"),
+        (["--ranks", "2,"], "not ''"),
+        (["--suites", "growth", "--hosts", "2,x"], "--hosts must be numbers from 1 to 32, such as 2,4, not 'x'"),
+        (["--suites", "growth", "--ranks", "2,4", "--hosts", "2,8"], "--hosts 8 are more than the most ranks, 4"),
+        (["--hosts", "2"], "--hosts: only the suite growth has a choice of hosts; add --suites growth"),
         (["--operations", "allreduce,gather"], "--operations: there is no 'gather'; choose from allreduce, reduce_"),
         (["--operations", "send_recv"], "--operations: none of these belongs to collectives"),
         (["--suites", "messages,groups", "--peers", "iperf3"], "--peers: none of these belongs to messages, groups"),
@@ -105,7 +109,7 @@ def test_defaults_and_quick_options():
 def test_each_suite_has_its_own_defaults():
     """Each has its own ranks, sizes and peers; options apply to all, and a suite that they leave empty is not run."""
     full = {suite_plan.suite: suite_plan for suite_plan in parse("--full").suites}
-    assert list(full) == list(Suite)
+    assert list(full) == [suite for suite in Suite if suite is not Suite.GROWTH]
     assert (full[Suite.COLLECTIVES].ranks, full[Suite.GROUPS].ranks, full[Suite.HOSTS].ranks) == ((2, 4), (2, 8), (2,))
     assert (full[Suite.SUBMIT].sizes, full[Suite.OVERLAP].sizes) == ((8, 1 << 16), (1 << 26,))
     some = parse("--suites", "submit,hosts,groups", "--peers", "iperf3,gloo", "--operations", "submit,allreduce")
@@ -119,7 +123,8 @@ def test_backend_option_adds_the_native_engine_and_requires_the_backend(backend)
     """The backend is measured beside the native engine, in all suites that support it, and is required."""
     options = parse("--backend", backend, "--full")
     assert options.required.backend == backend
-    assert {suite for suite in Suite if suite is not Suite.HOSTS} == {suite_plan.suite for suite_plan in options.suites}
+    others = {Suite.HOSTS, Suite.GROWTH}
+    assert {suite for suite in Suite if suite not in others} == {suite_plan.suite for suite_plan in options.suites}
     wanted = {options.required, Peer.NATIVE, *((Peer.MPI4PY,) if backend == "mpi" else ())}
     assert all(set(suite_plan.peers) == wanted for suite_plan in options.suites)
     assert parse().required is None
@@ -164,6 +169,17 @@ def test_peers_are_started_once_for_all_suites():
     assert {peer for plan, _ in stages[1, 2] for peer in plan.peers} == set(Peer) - {*_ASKED_FOR, Peer.IPERF3}
     assert len(stages[1, 2]) == 6 + 1 + 1 + 1 + 2
     assert all(case.num_hosts == 2 for _, case in stages[2, 2])
+
+
+def test_growth_has_each_number_of_ranks_on_as_many_hosts():
+    """By default up to 32 ranks on up to 8 hosts, each with a rank or more; ``--hosts`` and ``--ranks`` choose."""
+    by_default = [(8, ranks) for ranks in (8, 16, 32)]
+    stages = plan_stages(parse("--suites", "growth").suites)
+    assert [stage for stage in stages if stage[0] in {1, 8}] == [*((1, 2**bits) for bits in range(1, 6)), *by_default]
+    stages = plan_stages(parse("--suites", "growth", "--ranks", "2,4", "--hosts", "4,1", "--sizes", "8,1K").suites)
+    assert list(stages) == [(1, 2), (1, 4), (4, 4)]
+    assert all(len(cases) == 2 * 5 for cases in stages.values())
+    assert {case.num_hosts for _, case in stages[4, 4]} == {4}
 
 
 def test_neither_the_command_nor_its_ranks_load_torch_early():

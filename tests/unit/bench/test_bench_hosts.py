@@ -1,4 +1,4 @@
-"""The two emulated hosts of ferrodist bench, and the link between them as iperf3 measures it."""
+"""The emulated hosts of ferrodist bench, and the link between them as iperf3 measures it."""
 
 import json
 import os
@@ -26,8 +26,9 @@ def named():
 
 def test_the_first_ranks_are_on_the_first_host():
     """Of an odd number of ranks, the first host has one more."""
-    assert [host_index(rank, 4) for rank in range(4)] == [0, 0, 1, 1]
-    assert [host_index(rank, 3) for rank in range(3)] == [0, 0, 1]
+    assert [host_index(rank, 4, 2) for rank in range(4)] == [0, 0, 1, 1]
+    assert [host_index(rank, 3, 2) for rank in range(3)] == [0, 0, 1]
+    assert [host_index(rank, 8, 4) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize(("user", "program", "reason"), [(1, "/sbin/ip", "need root"), (0, None, "the program ip")])
@@ -53,6 +54,24 @@ def test_hosts_are_removed_when_their_creation_fails(monkeypatch):
     with pytest.raises(PeerFailedError, match="ip link add: no such device type"), EmulatedHosts():
         pass
     assert [command[1:3] for command in commands[-2:]] == [["netns", "delete"]] * 2
+
+
+def test_more_than_two_hosts_share_a_switch(monkeypatch):
+    """Each has a cable to it, and an address; the switch goes with them."""
+    commands = []
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(environments.shutil, "which", lambda name: "/sbin/ip")
+    monkeypatch.setattr(environments, "run_command", lambda command, **_: commands.append(" ".join(command)))
+    with EmulatedHosts(3) as hosts:
+        assert hosts.addresses == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
+        made, names = list(commands), [hosts.command_prefix(host)[3] for host in range(3)]
+    switch = f"ferrodist-{os.getpid()}-switch"
+    assert [command for command in made if "bridge" in command] == [f"ip -n {switch} link add switch type bridge"]
+    for host, name in enumerate(names):
+        assert f"ip link add cable netns {name} type veth peer port-{host} netns {switch}" in made
+        assert f"ip -n {switch} link set port-{host} master switch up" in made
+        assert f"ip -n {name} address add 10.77.0.{host + 1}/24 dev cable" in made
+    assert commands[len(made) :] == [f"ip netns delete {name}" for name in (*names, switch)]
 
 
 def test_the_remote_shell_runs_a_command_on_the_host_of_an_address(monkeypatch, tmp_path, named):

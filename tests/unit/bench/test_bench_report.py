@@ -7,10 +7,11 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
 
-from report_samples import BARRIER, LOST, OVERLAP, WON, case, measured, report
+from report_samples import BARRIER, LOST, OVERLAP, WON, case, growth_report, measured, report
 
 from ferrodist.bench.cases import LIMITS, OURS, Peer
 from ferrodist.bench.cli import parse_sizes
+from ferrodist.bench.plots import save_growth_plots, save_plot
 from ferrodist.bench.report import (
     LOSS_MARK,
     Measurement,
@@ -20,8 +21,8 @@ from ferrodist.bench.report import (
     format_bytes,
     format_ratio,
     format_seconds,
+    growth_lines,
     read_meminfo,
-    save_plot,
     summary_lines,
 )
 
@@ -117,6 +118,34 @@ def test_a_report_without_sizes_has_no_plot(tmp_path):
     """Barriers have no size: without other cases no file is written."""
     assert not save_plot(tmp_path / "plot.png", report(BARRIER))
     assert not (tmp_path / "plot.png").exists()
+
+
+def test_the_model_is_in_the_tables_and_its_excess_in_the_summary():
+    """Time that grows over the ranks by a quarter more than the model says is listed; the model has a line a case."""
+    made = growth_report()
+    first, last = made.cases[0], made.cases[2]
+    assert (first.num_ranks, last.num_ranks, last.size_bytes) == (2, 4, 8)
+    assert case_lines(first, made.predict(first))[-1].split() == ["model", "of", "ferrodist", "1.02", "us", "0.51"]
+    # By hand: of 4 ranks on 2 processors, (4 us + 160 ns of lines and some of bytes) / 2 + 4 turns of 2 us / 2.
+    assert made.predict(last) == pytest.approx(6.085e-6, rel=0.001)
+    assert growth_lines(made) == [
+        "ferrodist's time grew over the ranks by a quarter more than the model says in 2 of 4 cases:",
+        "  allreduce, 4 ranks, float32, 8 B: 10.0 times the time of 2 ranks, by the model 5.96",
+        "  allreduce, 4 ranks on 2 hosts, float32, 8 B: 10.0 times the time of 2 ranks, by the model 4.40",
+    ]
+    assert set(growth_lines(made)) <= set(summary_lines(made))
+
+
+def test_growth_is_drawn_over_ranks_and_over_size(tmp_path):
+    """In two pictures, if there are constants and two numbers of ranks; the suite has no others."""
+    made = growth_report()
+    paths = save_growth_plots(tmp_path / "bench.json", made)
+    assert [path.name for path in paths] == ["bench-ranks.png", "bench-bytes.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    assert not save_plot(tmp_path / "bench.png", made)
+    made.cases = [one for one in made.cases if one.num_ranks == 2]
+    assert (save_growth_plots(tmp_path / "none", made), growth_lines(made)) == ([], [])
+    assert save_growth_plots(tmp_path / "none", report(WON)) == []
 
 
 @pytest.mark.parametrize(
