@@ -16,6 +16,7 @@ import torch
 from ferrodist.backends.collective_op import dtype_name
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.errors import BackendUnavailable
+from ferrodist.torch_private.autograd import increment_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -87,7 +88,9 @@ class ReportingModule:
         return call
 
 
-compiled: Any = _module or SimpleNamespace(**dict.fromkeys((*_FAST_FUNCTIONS, "view_bytes"), _take_general_path))
+compiled: Any = _module or SimpleNamespace(
+    **dict.fromkeys((*_FAST_FUNCTIONS, "view_bytes", "eager_elements"), _take_general_path)
+)
 """The compiled module; where it is missing, its fast functions alone, which leave every call to the general path.
 
 A `ReportingModule` of it, if the environment asks for a log of calls.
@@ -105,6 +108,13 @@ def why_no_native() -> str | None:
 def is_native_available() -> bool:
     """Return whether this installation has the native engine."""
     return _module is not None
+
+
+def enable_tensor_views() -> bool:
+    """Let the compiled module look into tensors; False if it is missing, or torch lacks the interface for that."""
+    if _module is None:
+        return False
+    return bool(_module.load_tensor_interface(torch.Tensor, torch.nn.Parameter, increment_version))
 
 
 def is_gloo_available() -> bool:
