@@ -100,7 +100,9 @@ def _find_eager_group(group: Backend | None) -> Any:
 
 
 def _is_small(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.nbytes <= MAX_PAYLOAD
+    """Return whether a value is a tensor of few bytes; the compiled module finds out whether it is plain."""
+    is_tensor = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return is_tensor and tensor.nbytes <= MAX_PAYLOAD
 
 
 def _exchange(group: Any, key: tuple[Any, ...], payload: bytes, timeout: float | None, facts: dict[str, Any]) -> bytes:
