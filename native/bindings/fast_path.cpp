@@ -35,6 +35,18 @@ PyObject* fast_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count
                     });
 }
 
+// The sum of a tensor over the ranks and another tensor: tensor, the other, group, timeout.
+PyObject* fast_allreduce_add(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 4) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0], addend = arguments[1];
+    const auto path = find_fast_path(arguments[2], arguments[3]);
+    if (!path) Py_RETURN_NONE;
+    return run_fast(*path, "allreduce", tensor, result_of(nb::none(), tensor, Shape::same), {},
+                    [&](nb::handle result, const auto& go) {
+                        return run_allreduce_add_if_plain(view_pair(tensor, result), view_tensor(addend.ptr()), go);
+                    });
+}
+
 PyObject* fast_reduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 6) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], root = arguments[1], op = arguments[2], group = arguments[3],
@@ -179,6 +191,7 @@ PyObject* fast_barrier(PyObject*, PyObject* group) {
 
 PyMethodDef fast_functions[] = {
     fast_method<fast_allreduce>("fast_allreduce"),
+    fast_method<fast_allreduce_add>("fast_allreduce_add"),
     fast_method<fast_reduce>("fast_reduce"),
     fast_method<fast_broadcast>("fast_broadcast"),
     fast_method<fast_all_gather>("fast_all_gather"),

@@ -11,6 +11,7 @@
 #include <functional>
 #include <system_error>
 
+#include "bindings/eager_tensors.h"
 #include "bindings/failures.h"
 #include "bindings/p2p.h"
 #include "bindings/gil_release.h"
@@ -128,6 +129,7 @@ NB_MODULE(_native, m) {
 
     bind_p2p(m);
     bind_tensor_bytes(m);
+    bind_eager_tensors(m);
 
     nb::class_<Communicator> communicator(m, "Communicator", "A rank's communicator of one group.");
     bind_fast_path(m, communicator);

@@ -76,6 +76,22 @@ bool run_allreduce_if_plain(const std::optional<Pair>& pair, int op, const Go& g
     return true;
 }
 
+// `addend` has the shape of both, and shares no memory with `out`.
+template <class Go>
+bool run_allreduce_add_if_plain(const std::optional<Pair>& pair, const std::optional<TensorView>& addend,
+                                const Go& go) {
+    if (!pair || !addend || pair->source.dtype != addend->dtype || overlap(*pair)) return false;
+    if (!std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
+    if (!std::ranges::equal(pair->source.shape, addend->shape)) return false;
+    if (!reduction_of(pair->source.dtype, static_cast<int>(ReduceOp::sum))) return false;
+    go(size_of_pair(*pair),
+       [out = pair->out.data, source = pair->source.data, count = pair->source.count, addend = addend->data,
+        dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
+           allreduce_add(context, out, source, addend, count, dtype, deadline);
+       });
+    return true;
+}
+
 // Only the root has a result; elsewhere `pair->out` is not used.
 template <class Go>
 bool run_reduce_if_plain(const Communicator& self, const std::optional<Pair>& pair, int op, int root, const Go& go) {

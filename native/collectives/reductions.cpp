@@ -1,5 +1,7 @@
 #include "collectives/reductions.h"
 
+#include <array>
+
 #include "base/fresh_memory.h"
 #include "collectives/chain.h"
 #include "collectives/reduction_folder.h"
@@ -200,6 +202,14 @@ void fold_by_size(Context& context, const shm::Call& call, std::byte* out, const
 void allreduce(Context& context, std::byte* out, const std::byte* source, std::size_t count, const Reduction& reduction,
                const Deadline& deadline) {
     fold_by_size(context, call_of(Operation::allreduce, count, reduction), out, source, count, reduction, deadline);
+}
+
+void allreduce_add(Context& context, std::byte* out, const std::byte* source, const std::byte* addend,
+                   std::size_t count, DType dtype, const Deadline& deadline) {
+    const Reduction sum{.dtype = dtype, .op = ReduceOp::sum};
+    allreduce(context, out, source, count, sum, deadline);
+    const std::array<const std::byte*, 2> terms{out, addend};
+    find_fold(dtype, sum.op, context.instructions)(out, terms.data(), terms.size(), count, nullptr);
 }
 
 void reduce(Context& context, std::byte* out, const std::byte* source, std::size_t count, int root,

@@ -21,7 +21,12 @@ struct Reduction {
 void allreduce(Context& context, std::byte* out, const std::byte* source, std::size_t count, const Reduction& reduction,
                const Deadline& deadline);
 
-// The same into the root's `out`; it is not read elsewhere.
+// The sum over all ranks, and `addend` added to it, each rank's own; rounded between the two, as by two calls. `out` is
+// not `addend`.
+void allreduce_add(Context& context, std::byte* out, const std::byte* source, const std::byte* addend,
+                   std::size_t count, DType dtype, const Deadline& deadline);
+
+// Folds into the root's `out`; it is not read elsewhere.
 void reduce(Context& context, std::byte* out, const std::byte* source, std::size_t count, int root,
             const Reduction& reduction, const Deadline& deadline);
 

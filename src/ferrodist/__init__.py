@@ -9,7 +9,7 @@
                   is_gloo_available, is_mpi_available, is_ucc_available, is_nccl_available
     collectives   allreduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, barrier and
                   their forms; ReduceOp, premultiplied_sum; async_* -> PendingCollective; coalesce;
-                  empty_symmetric; gpu_allreduce, gpu_broadcast
+                  empty_symmetric; gpu_allreduce, gpu_broadcast; allreduce_add_rms_norm
     objects       all_gather_object, broadcast_object, gather_object, scatter_object, send_object, recv_object
     messages      send, recv, recv_into, sendrecv, batch(Send, Recv), ANY_SOURCE
     training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks; parallelize and the styles of its plans
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from ferrodist.collectives.barrier import barrier as barrier
     from ferrodist.collectives.barrier import monitored_barrier as monitored_barrier
     from ferrodist.collectives.coalescing import coalesce as coalesce
+    from ferrodist.collectives.fused import allreduce_add_rms_norm as allreduce_add_rms_norm
     from ferrodist.collectives.gather import gather as gather
     from ferrodist.collectives.gather import scatter as scatter
     from ferrodist.collectives.host_p2p import Recv as Recv
@@ -206,6 +207,7 @@ _NAMES_BY_MODULE = {
     "collectives.barrier": "barrier monitored_barrier",
     "collectives.arguments": "compute_shard_sizes",
     "collectives.coalescing": "coalesce",
+    "collectives.fused": "allreduce_add_rms_norm",
     "collectives.gather": "gather scatter",
     "collectives.objects": "all_gather_object broadcast_object gather_object recv_object scatter_object send_object",
     "collectives.p2p": "batch recv recv_into send sendrecv",

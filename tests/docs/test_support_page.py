@@ -100,7 +100,8 @@ def test_every_cell_of_reductions_is_true() -> None:
 def test_every_collective_has_a_row() -> None:
     """No public collective is left out, and nothing on the page has gone."""
     messages = {"send", "recv", "recv_into", "sendrecv", "batch", "send_object", "recv_object", "coalesce"}
-    same = {"monitored_barrier", "gpu_allreduce", "gpu_broadcast"}  # other names of barrier, allreduce and broadcast
+    # Forms of barrier, allreduce and broadcast.
+    same = {"monitored_barrier", "gpu_allreduce", "gpu_broadcast", "allreduce_add_rms_norm"}
     values = {
         "PendingCollective",
         "PreparedCollective",

@@ -24,6 +24,7 @@ import ferrodist.launch
 from ferrodist.deadline import Deadline
 from ferrodist.launch import LaunchSpec, ProgramKind, _rank_entry, launch, worker_group
 from ferrodist.launch import launcher as run_module
+from ferrodist.launch.cpu_binding import BindPolicy, bind_ranks, describe_binding
 from ferrodist.launch.spec import MpiLauncher
 from ferrodist.launch.worker_group import RankProcess, Sinks, WorkerGroup
 
@@ -585,7 +586,7 @@ def test_no_rank_outlives_a_killed_launcher(script):
 @linux_only
 def test_a_rank_whose_launcher_is_gone_already_does_not_start():
     """A launcher that died before the rank asked to die with it is noticed all the same."""
-    entry = [sys.executable, "-I", "-S", _rank_entry.__file__, "0", "echo", "started"]
+    entry = [sys.executable, "-I", "-S", _rank_entry.__file__, "0", "", "echo", "started"]
     done = subprocess.run(entry, capture_output=True, check=False, timeout=LIMIT)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
 
@@ -916,3 +917,37 @@ def test_hosts_count_on_from_each_other(script):
         b"2 4 1 29500",
         b"3 4 1 29500",
     ]
+
+
+@linux_only
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
+@pytest.mark.parametrize("policy", ["core", "numa"])
+def test_ranks_are_bound_before_their_program_starts(script, policy):
+    """The CPUs of each rank, which the launcher tells once, are those of all its threads, and of its children."""
+    path = script("""
+        import os, subprocess, sys, threading
+        own = os.sched_getaffinity(0)
+        thread = threading.Thread(target=lambda: print(os.sched_getaffinity(0) == own))
+        thread.start()
+        thread.join()
+        child = [sys.executable, "-S", "-c", "import os; print(os.sched_getaffinity(0))"]
+        print(subprocess.run(child, capture_output=True, text=True).stdout.strip() == str(own))
+        print(*sorted(own))
+    """)
+    expected = bind_ranks(BindPolicy(policy), 2)
+    done = run_to_end("--nproc-per-node", "2", "--bind", policy, path)
+    assert done.returncode == 0, done.stderr
+    for rank, cpus in enumerate(expected):
+        assert lines_of(done.stdout, rank) == [b"True", b"True", " ".join(map(str, sorted(cpus))).encode()]
+    assert done.stderr.decode() == f"ferrodist: --bind {policy}: {describe_binding(expected, 0)}\n"
+    assert policy != "core" or not expected[0] & expected[1]
+
+
+@linux_only
+def test_a_rank_that_cannot_be_bound_says_so():
+    """CPUs that are gone are an error of the rank, before its program starts."""
+    entry = [sys.executable, "-I", "-S", _rank_entry.__file__, str(os.getpid()), "100000", "echo", "started"]
+    done = subprocess.run(entry, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("ferrodist: cannot bind the rank to CPUs 100000: Invalid argument")
+    assert not done.stdout

@@ -115,6 +115,7 @@ PUBLIC = [
     "all_to_all_single_uneven",
     "allow_replication",
     "allreduce",
+    "allreduce_add_rms_norm",
     "async_all_gather",
     "async_all_to_all",
     "async_allreduce",

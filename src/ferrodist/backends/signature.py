@@ -11,12 +11,15 @@ _OPERATION_SIZE, _DTYPE_SIZE, _REDUCE_OP_SIZE = 24, 16, 18
 # operation, dtype, reduce op, root, dim, element count, sequence | bytes of payload, payload
 _HEADER = struct.Struct(f"<{_OPERATION_SIZE}s{_DTYPE_SIZE}s{_REDUCE_OP_SIZE}sihqQ")
 _PAYLOAD_LENGTH = struct.Struct("<I")
-_PAYLOAD_START = _HEADER.size + _PAYLOAD_LENGTH.size
+_STAMP = struct.Struct("<QI")  # the end of the header, and the length of the payload
+FINGERPRINT_BYTES = _HEADER.size
+"""Size of the front of a record that must be the same on all ranks."""
+PAYLOAD_START = _HEADER.size + _PAYLOAD_LENGTH.size
 
 RECORD_BYTES = 192
 """Size of a record (an encoded call) in bytes: three cache lines; every rank's fits in a connection's first segment."""
 
-MAX_PAYLOAD = RECORD_BYTES - _PAYLOAD_START  # bytes of payload that travel with a call at no cost
+MAX_PAYLOAD = RECORD_BYTES - PAYLOAD_START  # bytes of payload that travel with a call at no cost
 
 FAILED_PROGRAM = "failed_program"
 """The operation that a rank calls when its program failed where the others may go on; the payload says how."""
@@ -90,12 +93,18 @@ class CollectiveSignature:
         return f"{self.operation}({', '.join(parts)})"
 
 
+def stamp(record: bytes, sequence: int, payload: bytes) -> bytes:
+    """Encode a call again, with another sequence number and payload."""
+    front = record[: PAYLOAD_START - _STAMP.size] + _STAMP.pack(sequence, len(payload))
+    return (front + payload).ljust(RECORD_BYTES, b"\0")
+
+
 def fingerprint_of(record: bytes | memoryview) -> bytes:
     """The part of an encoded call that must be the same on all ranks."""
-    return bytes(record[: _HEADER.size])
+    return bytes(record[:FINGERPRINT_BYTES])
 
 
 def payload_of(record: bytes | memoryview) -> bytes:
     """The part of an encoded call that may differ between ranks."""
     (length,) = _PAYLOAD_LENGTH.unpack_from(record, _HEADER.size)
-    return bytes(record[_PAYLOAD_START : _PAYLOAD_START + min(length, MAX_PAYLOAD)])
+    return bytes(record[PAYLOAD_START : PAYLOAD_START + min(length, MAX_PAYLOAD)])

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.errors import BackendUnavailable, describe_error
 from ferrodist.installation import installed_version
+from ferrodist.launch.cpu_binding import format_cpus, read_topology
 from ferrodist.launch.host_limits import usable_cores
 from ferrodist.launch.terminal import write_stdout
 from ferrodist.wording import counted
@@ -90,6 +91,16 @@ def _ferrodist() -> tuple[bool, str]:
     return True, f"{version}, Python {python}, {system}, {processors} for this process"
 
 
+def _numa() -> tuple[bool, str]:
+    if not hasattr(os, "sched_setaffinity"):
+        return False, "this system can't bind processes"
+    nodes = [
+        f"node {node} with CPUs {format_cpus(frozenset().union(*cores))} ({counted(len(cores), 'core')})"
+        for node, cores in read_topology(frozenset(os.sched_getaffinity(0))).items()
+    ]
+    return True, f"{', '.join(nodes)}; ferrodist run --bind numa binds ranks to nodes, --bind core to cores"
+
+
 def _torch() -> tuple[bool, str]:
     import torch  # noqa: PLC0415 - the command starts without
 
@@ -154,6 +165,7 @@ def _choice() -> tuple[bool, str]:
 
 PROBES: Mapping[str, Probe] = {
     "ferrodist": _ferrodist,
+    "NUMA nodes": _numa,
     "torch": _torch,
     "tcp backend": lambda: (True, "needs nothing"),
     "native backend": _native,

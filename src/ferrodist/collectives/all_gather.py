@@ -24,6 +24,7 @@ from ferrodist.collectives.arguments import (
     prepare_late_out,
     prepare_out,
 )
+from ferrodist.collectives.eager_calls import eager_all_gather
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import start_all_gather, start_reduce_scatter
@@ -75,6 +76,8 @@ def all_gather(
     if is_profiling() and not is_recorded():
         return record(all_gather, tensor, dim, group=group, out=out, timeout=timeout)
     result = compiled.fast_all_gather(tensor, dim, group, out, timeout)
+    if result is None:
+        result = eager_all_gather(tensor, dim, group, out, timeout)
     return execute(all_gather_call(tensor, dim, group, out, timeout)) if result is None else result
 
 

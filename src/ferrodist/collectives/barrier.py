@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.native.binding import compiled
 from ferrodist.collectives.arguments import group_and_timeout
+from ferrodist.collectives.eager_calls import eager_barrier
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.work import PreparedCall, execute
@@ -32,6 +33,8 @@ def barrier(group: Backend | None = None, *, timeout: float | None = None) -> No
         record(barrier, group, timeout=timeout)
         return
     if timeout is None and compiled.fast_barrier(group):
+        return
+    if eager_barrier(group, timeout):
         return
     chosen, limit = group_and_timeout(group, timeout)
     op = CollectiveOp(kind=CollectiveKind.BARRIER, timeout=limit)

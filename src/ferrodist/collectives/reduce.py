@@ -23,6 +23,7 @@ from ferrodist.collectives.arguments import (
     group_and_timeout,
     prepare_out,
 )
+from ferrodist.collectives.eager_calls import eager_allreduce, eager_broadcast
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import start_allreduce, start_broadcast
 from ferrodist.collectives.graphs import in_graphs
@@ -74,6 +75,8 @@ def allreduce(
         return record(allreduce, tensor, op, group=group, out=out, timeout=timeout)
     # Plain calls go straight into C++, native/bindings/fast_path.cpp; None: they take the general path.
     result = compiled.fast_allreduce(tensor, op, group, out, timeout)
+    if result is None:
+        result = eager_allreduce(tensor, op, group, out, timeout)
     return execute(allreduce_call(tensor, op, group, out, timeout)) if result is None else result
 
 
@@ -248,6 +251,8 @@ def broadcast(
     if is_profiling() and not is_recorded():
         return record(broadcast, tensor, root, group=group, out=out, timeout=timeout)
     result = compiled.fast_broadcast(tensor, root, group, out, timeout)
+    if result is None:
+        result = eager_broadcast(tensor, root, group, out, timeout)
     return execute(broadcast_call(tensor, root, group, out, timeout)) if result is None else result
 
 

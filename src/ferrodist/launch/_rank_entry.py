@@ -1,7 +1,7 @@
-"""Tie this process's life to its launcher's, then become the rank's program.
+"""Tie this process's life to its launcher's, bind it to its CPUs, then become the rank's program.
 
-Run by path as ``python -I -S _rank_entry.py LAUNCHER_PID COMMAND...``: it imports nothing but the standard library and
-costs about 15 ms per rank, in parallel.
+Run by path as ``python -I -S _rank_entry.py LAUNCHER_PID CPUS COMMAND...``: it imports nothing but the standard library
+and costs about 15 ms per rank, in parallel. CPUS is a list such as ``0,1``; empty, they are the launcher's.
 
 [Note: dying with the launcher] A launcher that is SIGKILLed can't clean up, so the kernel has to. On Linux
 ``PR_SET_PDEATHSIG`` does that, and it survives ``execve`` (except into a set-uid program). Setting it in a
@@ -24,6 +24,7 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+_NOT_BOUND = 1
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # what shells use
 
 
@@ -46,9 +47,15 @@ def _restore_signals() -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 
 
-def _main(launcher: int, command: list[str]) -> int:
+def _main(launcher: int, cpus: str, command: list[str]) -> int:
     _restore_signals()
     _die_with(launcher)
+    if cpus:
+        try:
+            os.sched_setaffinity(0, map(int, cpus.split(",")))
+        except OSError as error:  # they went offline, or a control group took them away
+            sys.stderr.write(f"ferrodist: cannot bind the rank to CPUs {cpus}: {error.strerror}\n")
+            return _NOT_BOUND
     try:
         os.execvp(command[0], command)  # noqa: S606 - running the user's program is what a launcher is for
     except OSError as error:
@@ -57,4 +64,4 @@ def _main(launcher: int, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(_main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

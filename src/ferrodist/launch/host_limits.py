@@ -6,6 +6,7 @@ import math
 import os
 import resource
 
+from ferrodist.cpu_quota import cpu_quota
 from ferrodist.wording import counted
 
 # Standard output, standard error and, on Linux, a pidfd.
@@ -16,10 +17,9 @@ _DESCRIPTORS_RESERVED = 32
 
 
 def usable_cores() -> int:
-    """Return the number of cores this process may run on: its affinity mask, or all cores."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return the number of cores this process may use at once: its affinity mask or all cores, within its quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.floor(min(cores, cpu_quota())))
 
 
 def rank_limit() -> tuple[float, str]:

@@ -10,6 +10,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import RankFailedError
+from ferrodist.launch.cpu_binding import BindPolicy, bind_ranks, describe_binding
 from ferrodist.launch.failure_report import failure_report, stop_report
 from ferrodist.launch.host_limits import usable_cores
 from ferrodist.launch.mpiexec import run_mpiexec
@@ -23,7 +24,7 @@ from ferrodist.rendezvous.secret import make_secret
 from ferrodist.resource_limits import naming_limits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _STDOUT, _STDERR = 1, 2
 
@@ -52,6 +53,9 @@ def launch(spec: LaunchSpec) -> int:
     secret = spec.secret or make_secret()
     run_id = spec.run_id or (uuid.uuid4().hex if spec.nnodes == 1 else "none")
     max_attempts = spec.max_restarts + 1
+    bound = bind_ranks(spec.bind, spec.nproc_per_node)
+    if spec.bind is not BindPolicy.NONE:
+        print_warning(f"ferrodist: --bind {spec.bind.value}: {describe_binding(bound, spec.global_rank(0))}\n")
     with _sinks(spec) as sinks, SignalInbox() as inbox:
         for restart_count in range(max_attempts):
             with contextlib.nullcontext(spec.master_port) if spec.master_port else reserved_port() as port:
@@ -59,7 +63,7 @@ def launch(spec: LaunchSpec) -> int:
                 attempt = Attempt(
                     master_addr=address, master_port=port, run_id=run_id, secret=secret, restart_count=restart_count
                 )
-                outcome = _run_attempt(spec, attempt, inbox, sinks)
+                outcome = _run_attempt(spec, attempt, bound, inbox, sinks)
             restarts = outcome.first_failure is not None and outcome.stopped_by is None
             _report(outcome, restart_count + 1, max_attempts)
             if not restarts:
@@ -70,7 +74,9 @@ def launch(spec: LaunchSpec) -> int:
     return outcome.exit_code
 
 
-def _run_attempt(spec: LaunchSpec, attempt: Attempt, inbox: SignalInbox, sinks: Sinks) -> GroupOutcome:
+def _run_attempt(
+    spec: LaunchSpec, attempt: Attempt, bound: Sequence[frozenset[int]], inbox: SignalInbox, sinks: Sinks
+) -> GroupOutcome:
     cores = usable_cores()
     command = spec.command()
     with naming_limits("the ranks could not be started", kind=RankFailedError):
@@ -81,11 +87,19 @@ def _run_attempt(spec: LaunchSpec, attempt: Attempt, inbox: SignalInbox, sinks: 
                 rank=spec.global_rank(local_rank),
                 command=command,
                 environment={
-                    **rank_environment(spec, attempt, local_rank, base=with_stack_dumps(os.environ), cores=cores),
+                    **rank_environment(
+                        spec,
+                        attempt,
+                        local_rank,
+                        base=with_stack_dumps(os.environ),
+                        cores=cores,
+                        cpus=bound[local_rank],
+                    ),
                     **(pmi.environment(local_rank) if pmi is not None else {}),
                 },
                 owns_stdin=local_rank == 0,
                 descriptors=(pmi.descriptor(local_rank),) if pmi is not None else (),
+                cpus=bound[local_rank],
             )
             for local_rank in range(spec.nproc_per_node)
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ferrodist.launch.cpu_binding import BindPolicy
 from ferrodist.launch.host_limits import usable_cores
 from ferrodist.launch.spec import DEFAULT_TIMEOUT_BEFORE_KILL, LaunchSpec, MpiLauncher, ProgramKind
 
@@ -30,7 +31,7 @@ _UNSUPPORTED = {
     ("--local-addr",): "--master-addr HOST is ours, for the address of rank 0's host",
     ("--role",): "ranks have no roles, and ROLE_NAME is always 'default'",
     ("--run-path",): "give the path of the script, or -m and the name of a module",
-    ("--numa-binding",): "ranks are not bound; --no-python numactl ... python program.py binds them",
+    ("--numa-binding",): "--bind numa and --bind core are ours",
     ("--virtual-local-rank",): "LOCAL_RANK is a rank's number on its host, and CUDA_VISIBLE_DEVICES is left alone",
 }
 """Options of torchrun's that ``ferrodist run`` does not have, or has under another name, with the advice for each."""
@@ -60,6 +61,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--mpi",
         choices=[launcher.value for launcher in MpiLauncher],
         help="the ranks are an MPI's: mpiexec has its own mpiexec start them; pmi starts MPICH's without one",
+    )
+    parser.add_argument(
+        "--bind",
+        choices=[policy.value for policy in BindPolicy],
+        default=BindPolicy.NONE.value,
+        help="CPUs of each rank: those of a NUMA node (numa), cores of its own (core), or all (none, the default)",
     )
     parser.add_argument("--standalone", action="store_true", help="one host, the default; as torchrun's")
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
@@ -137,6 +144,7 @@ def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
         timeout_before_kill=DEFAULT_TIMEOUT_BEFORE_KILL if grace is None else grace,
         run_id=arguments.rdzv_id,
         mpi=None if arguments.mpi is None else MpiLauncher(arguments.mpi),
+        bind=BindPolicy(arguments.bind),
     )
 
 

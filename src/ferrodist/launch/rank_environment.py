@@ -74,10 +74,18 @@ def launch_environment(spec: LaunchSpec, base: Mapping[str, str], cores: int) ->
 
 
 def rank_environment(
-    spec: LaunchSpec, attempt: Attempt, local_rank: int, *, base: Mapping[str, str], cores: int
+    spec: LaunchSpec,
+    attempt: Attempt,
+    local_rank: int,
+    *,
+    base: Mapping[str, str],
+    cores: int,
+    cpus: frozenset[int] = frozenset(),
 ) -> dict[str, str]:
-    """Return ``base`` with a rank's variables."""
+    """Return ``base`` with a rank's variables. A rank that is bound to ``cpus`` has no more threads than these."""
     rank = str(spec.global_rank(local_rank))
+    if cpus:
+        cores = min(cores, len(cpus) * spec.nproc_per_node)  # the share of each
     return {
         **launch_environment(spec, base, cores),
         "RANK": rank,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ferrodist.arguments import check_int, check_type
 from ferrodist.deadline import check_timeout, default_timeout
+from ferrodist.launch.cpu_binding import BindPolicy, bind_ranks
 from ferrodist.launch.host_limits import check_rank_count
 from ferrodist.rendezvous.secret import SECRET_VARIABLE, resolve_secret
 from ferrodist.wording import counted
@@ -57,6 +58,7 @@ class LaunchSpec:
         run_id: The name of the job, the same on all hosts. None generates one, for one host only.
         secret: The shared secret of the ranks; ``FERRODIST_SECRET`` by default. None generates one, for one host only.
         mpi: The process manager of an MPI's ranks; None without MPI.
+        bind: The CPUs that each rank of this host is bound to.
 
     Raises:
         TypeError, ValueError: The launch is impossible; the message says what to give instead.
@@ -76,6 +78,7 @@ class LaunchSpec:
     run_id: str | None = None
     secret: str | None = field(default_factory=_secret_of_environment, repr=False)
     mpi: MpiLauncher | None = None
+    bind: BindPolicy = BindPolicy.NONE
 
     def __post_init__(self) -> None:
         check_type(self.kind, ProgramKind, "kind must be a ProgramKind")
@@ -104,6 +107,8 @@ class LaunchSpec:
         resolve_secret(self.secret or "")
         self._check_rendezvous()
         self._check_mpi()
+        check_type(self.bind, BindPolicy, "bind must be a BindPolicy")
+        bind_ranks(self.bind, self.nproc_per_node)
         self._check_program()
 
     def _check_rendezvous(self) -> None:
@@ -139,6 +144,8 @@ class LaunchSpec:
             raise ValueError("--mpi starts the ranks of one host: over several, use the MPI's own mpiexec, or srun")
         if self.mpi is MpiLauncher.MPIEXEC and self.max_restarts:
             raise ValueError("--max-restarts goes with --mpi pmi: mpiexec starts its ranks once")
+        if self.mpi is MpiLauncher.MPIEXEC and self.bind is not BindPolicy.NONE:
+            raise ValueError("--bind goes with --mpi pmi: mpiexec binds the ranks that it starts; see its --bind-to")
 
     def _check_program(self) -> None:
         if not self.program:

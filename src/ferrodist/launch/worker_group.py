@@ -59,6 +59,7 @@ class RankProcess:
     # One rank may read the user's input. On a terminal its unfinished lines are shown after a delay, as prompts.
     owns_stdin: bool = False
     descriptors: tuple[int, ...] = ()  # inherited beside its standard streams
+    cpus: frozenset[int] = frozenset()  # it is bound to them; none: the launcher's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +185,8 @@ class WorkerGroup:
         return self._pump.at_end and (self._discards_output or self._pump.blocked_sink is None)
 
     def _start(self, rank: RankProcess) -> None:
-        entry = (sys.executable, "-I", "-S", str(Path(_rank_entry.__file__)), str(os.getpid()))
+        cpus = ",".join(map(str, sorted(rank.cpus)))
+        entry = (sys.executable, "-I", "-S", str(Path(_rank_entry.__file__)), str(os.getpid()), cpus)
         pipe = subprocess.PIPE if self._sinks.prefixed else None
         try:
             process = subprocess.Popen(  # noqa: S603 - the program to run is the user's own

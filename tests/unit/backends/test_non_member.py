@@ -43,6 +43,7 @@ OTHER_ARGUMENTS = {
     "SyncBatchNorm2d": (2,),
     "SyncBatchNorm3d": (2,),
     "all_gather_object": (1,),
+    "allreduce_add_rms_norm": (torch.ones(2),) * 3,
     "all_to_all": ([TENSOR, TENSOR],),
     "all_to_all_single_uneven": (TENSOR, [1, 1], [1, 1]),
     "async_all_to_all": ([TENSOR, TENSOR],),

@@ -34,7 +34,7 @@ def test_every_backend_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(doctor.PROBES)
-    for word in ("tcp", "native", "nccl", "hybrid", "mpi", "ucc", "torch", "GPUs"):
+    for word in ("NUMA", "tcp", "native", "nccl", "hybrid", "mpi", "ucc", "torch", "GPUs"):
         assert any(word in line for line in lines), word
     assert all(line.startswith(("yes  ", "no   ")) for line in lines)
 

@@ -29,6 +29,7 @@ def calls(group):
         "all_to_all": lambda: fd.all_to_all(tensor),
         "all_to_all_single_uneven": lambda: fd.all_to_all_single_uneven(tensor, [2, 2], [2, 2]),
         "allreduce": lambda: fd.allreduce(tensor),
+        "allreduce_add_rms_norm": lambda: fd.allreduce_add_rms_norm(tensor, tensor, tensor),
         "async_all_gather": lambda: fd.async_all_gather(tensor).wait(),
         "async_all_to_all": lambda: fd.async_all_to_all(tensor).wait(),
         "async_allreduce": lambda: fd.async_allreduce(tensor).wait(),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrodist.launch import launcher
+from ferrodist.launch import host_limits, launcher
 from ferrodist.launch.host_limits import rank_limit, usable_cores
 from ferrodist.launch.rank_environment import Attempt, rank_environment, reserved_port, with_stack_dumps
 from ferrodist.launch.spec import LaunchSpec, ProgramKind
@@ -91,11 +91,21 @@ def test_omp_threads_are_shared_unless_set(cores, ranks, given, expected):
     assert environment["OMP_NUM_THREADS"] == expected
 
 
+@pytest.mark.parametrize(("num_cpus", "expected"), [(8, "4"), (3, "3"), (1, "1")])
+def test_bound_ranks_have_no_more_threads_than_cpus(num_cpus, expected):
+    """OMP_NUM_THREADS is an even share of the cores, which may be more than a rank is bound to on uneven nodes."""
+    bound = frozenset(range(num_cpus))
+    environment = rank_environment(make_spec(nproc_per_node=2), ATTEMPT, 0, base={}, cores=8, cpus=bound)
+    assert environment["OMP_NUM_THREADS"] == expected
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this platform has no affinity mask")
-def test_usable_cores_are_those_of_the_affinity_mask(monkeypatch):
-    """A restricted process counts its own cores, not the machine's."""
+@pytest.mark.parametrize(("quota", "expected"), [(math.inf, 3), (4.0, 3), (2.9, 2), (0.5, 1)])
+def test_usable_cores_are_those_of_the_affinity_mask_and_the_quota(quota, expected, monkeypatch):
+    """A restricted process counts its own cores, not the machine's, and no more than its quota lets it use at once."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 8})
-    assert usable_cores() == 3
+    monkeypatch.setattr(host_limits, "cpu_quota", lambda: quota)
+    assert usable_cores() == expected
 
 
 def test_the_timeout_reaches_the_ranks():
@@ -234,7 +244,7 @@ def test_environments_are_made_one_at_a_time(monkeypatch):
 
     monkeypatch.setattr(launcher, "rank_environment", lambda *_, **__: made.append({}) or {})
     monkeypatch.setattr(launcher, "WorkerGroup", Group)
-    assert launcher._run_attempt(make_spec(nproc_per_node=5), ATTEMPT, None, None) == "done"
+    assert launcher._run_attempt(make_spec(nproc_per_node=5), ATTEMPT, [frozenset()] * 5, None, None) == "done"
 
 
 def test_the_secret_comes_from_the_environment_and_is_not_shown(monkeypatch):

@@ -21,6 +21,7 @@ from ferrodist.backends.mpi.runtime import check_job, library_version
 from ferrodist.backends.mpi.transport import FrameTransport, ProgressThread, QueuedFrame
 from ferrodist.backends.mpi.verification import MpiVerifier
 from ferrodist.backends.mpi.wire import MAX_PAYLOAD, Frame
+from ferrodist.backends.native.binding import enable_tensor_views
 from ferrodist.backends.request import answer_seconds
 from ferrodist.backends.stragglers import Stragglers
 from ferrodist.backends.tags import LOW_64_BITS, WORLD_GROUP_ID, group_of_tag
@@ -34,7 +35,7 @@ from ferrodist.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from ferrodist.backends.mailbox_backend import Send
 
@@ -132,6 +133,8 @@ class MpiBackend(FramedBackend):
             on_end=self._release,
             name=f"ferrodist-mpi-{name}-{self.rank}",
         )
+        self.takes_eager_calls = self.world_size > 1 and enable_tensor_views()  # see collectives/eager_calls.py
+        self.encoded_calls: dict[Hashable, bytes] = {}
         runtime.register(self)
         track(self)
         self._progress.start()

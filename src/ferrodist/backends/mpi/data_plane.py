@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MAX_COLLECTIVE_BYTES = (1 << 31) - 1  # the largest count of one MPI collective
 MAX_MESSAGE_BYTES = 1 << 30
+_BRIEF_POLLS = 100
 
 
 class MpiDataPlane(DataPlane):
@@ -78,6 +79,22 @@ class MpiDataPlane(DataPlane):
             if not is_done:
                 self.abandon(pending)
         return is_done
+
+    def await_briefly(self, request: Any) -> Any:
+        """Poll a request for as long as ranks that call at the same time take.
+
+        Returns None once it has completed, else the request to wait for.
+        """
+        try:
+            for _ in range(_BRIEF_POLLS):
+                if request.Test():
+                    self._num_pending -= 1
+                    return None
+        except self._mpi.Exception as error:
+            self._on_exception(error)
+            self.abandon([request])
+            return _Refused()
+        return request
 
     def close(self) -> bool:
         """Start no more operations; whether none is pending, so that the communicator may be freed.

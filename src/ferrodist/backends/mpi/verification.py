@@ -8,14 +8,14 @@ while their programs do something else.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from typing_extensions import override
 
 from ferrodist.backends import stragglers
-from ferrodist.backends.signature import RECORD_BYTES, CollectiveSignature
-from ferrodist.backends.verification import CollectiveVerifier, Verification
+from ferrodist.backends.signature import FINGERPRINT_BYTES, RECORD_BYTES, CollectiveSignature, stamp
+from ferrodist.backends.verification import CollectiveVerifier, Verification, left_reason
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import DistributedTimeoutError
 
@@ -41,14 +41,49 @@ class MpiVerifier(CollectiveVerifier):
         self._find_behind = find_behind
         self._poll = poll
         self.num_entered = 0  # how many collectives this rank has entered
+        # The table and the pending request of an `exchange` that takes the general path.
+        self._begun: tuple[Any, list[Any]] | None = None
+
+    def exchange(self, record: bytes, payload: bytes, timeout: float) -> bytes:
+        """`verify` an encoded call, with another payload and its turn's sequence number; returns all ranks' records.
+
+        The way of small collectives: without the objects of the general one, which goes on where anything is not as
+        usual, or another rank is late.
+        """
+        group, deadline, sequence = self._group, Deadline(timeout), self.reserve()
+        with self._data_plane.sequencer.hold(sequence, timeout) as has_turn:
+            record = stamp(record, sequence, payload)
+            table = np.empty(RECORD_BYTES * group.world_size, np.uint8)
+            if has_turn and group.failure is None:
+                try:
+                    pending = self._start_gathering(record, table, sequence)
+                    pending = self._data_plane.await_briefly(pending)
+                    if pending is None:
+                        self._poll()
+                        records = table.tobytes()
+                        if group.failure is None and _are_equal(record, records):
+                            return records
+                except BaseException as error:
+                    group.abort(left_reason(group.rank, CollectiveSignature.decode(record), error))
+                    raise
+                self._begun = (table, [] if pending is None else [pending])
+            self._verify(CollectiveSignature.decode(record), deadline, has_turn=has_turn)
+        return table.tobytes()
+
+    def _start_gathering(self, record: bytes, table: Any, sequence: int) -> Any:
+        self.num_entered = sequence + 1
+        return self._data_plane.all_gather_calls(np.frombuffer(record, np.uint8), table)
 
     @override
     def _gather_calls(self, current: Verification) -> list[memoryview]:
         group, (call, deadline, _) = self._group, current
-        table = np.empty(RECORD_BYTES * group.world_size, np.uint8)
-        self.num_entered = call.sequence + 1
-        request = self._data_plane.all_gather_calls(np.frombuffer(call.encode(), np.uint8), table)
-        if not self._data_plane.wait_for([request], deadline, self._warner(call, deadline)):
+        begun, self._begun = self._begun, None
+        if begun is None:
+            table = np.empty(RECORD_BYTES * group.world_size, np.uint8)
+            pending = [self._start_gathering(call.encode(), table, call.sequence)]
+        else:
+            table, pending = begun
+        if not self._data_plane.wait_for(pending, deadline, self._warner(call, deadline)):
             if group.failure is not None:
                 raise group.failure.fresh()
             raise self.late_error(call, self._find_behind(call.sequence), Elapsed.of(deadline))
@@ -73,3 +108,9 @@ class MpiVerifier(CollectiveVerifier):
                 self._warn(call, late, deadline)
 
         return warn
+
+
+def _are_equal(record: bytes, records: bytes) -> bool:
+    """Return whether all ranks' records are of the same call as this rank's."""
+    front = record[:FINGERPRINT_BYTES]
+    return all(records.startswith(front, start) for start in range(0, len(records), RECORD_BYTES))

@@ -16,6 +16,7 @@ import torch
 from ferrodist.backends.collective_op import dtype_name
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.errors import BackendUnavailable
+from ferrodist.torch_private.autograd import increment_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,7 +44,14 @@ def load() -> ModuleType:
 _FAST_FUNCTIONS = (
     *("fast_all_gather", "fast_all_gather_data", "fast_all_gather_uneven", "fast_all_to_all", "fast_all_to_all_data"),
     *("fast_all_to_all_list", "fast_all_to_all_single_data", "fast_all_to_all_single_uneven", "fast_allreduce"),
-    *("fast_allreduce_data", "fast_barrier", "fast_broadcast", "fast_broadcast_data", "fast_gather"),
+    *(
+        "fast_allreduce_add",
+        "fast_allreduce_data",
+        "fast_barrier",
+        "fast_broadcast",
+        "fast_broadcast_data",
+        "fast_gather",
+    ),
     *("fast_gather_data", "fast_gather_object", "fast_object_from_root", "fast_reduce", "fast_reduce_data"),
     *("fast_reduce_scatter", "fast_reduce_scatter_data", "fast_scatter", "fast_scatter_data"),
 )
@@ -80,7 +88,9 @@ class ReportingModule:
         return call
 
 
-compiled: Any = _module or SimpleNamespace(**dict.fromkeys((*_FAST_FUNCTIONS, "view_bytes"), _take_general_path))
+compiled: Any = _module or SimpleNamespace(
+    **dict.fromkeys((*_FAST_FUNCTIONS, "view_bytes", "eager_elements"), _take_general_path)
+)
 """The compiled module; where it is missing, its fast functions alone, which leave every call to the general path.
 
 A `ReportingModule` of it, if the environment asks for a log of calls.
@@ -98,6 +108,13 @@ def why_no_native() -> str | None:
 def is_native_available() -> bool:
     """Return whether this installation has the native engine."""
     return _module is not None
+
+
+def enable_tensor_views() -> bool:
+    """Let the compiled module look into tensors; False if it is missing, or torch lacks the interface for that."""
+    if _module is None:
+        return False
+    return bool(_module.load_tensor_interface(torch.Tensor, torch.nn.Parameter, increment_version))
 
 
 def is_gloo_available() -> bool:

@@ -11,13 +11,18 @@ import torch
 
 from ferrodist.backends import stragglers
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
-from ferrodist.backends.native.binding import SHARE_NAME_BYTES, dtype_number, load, signature_of_record
+from ferrodist.backends.native.binding import (
+    SHARE_NAME_BYTES,
+    dtype_number,
+    enable_tensor_views,
+    load,
+    signature_of_record,
+)
 from ferrodist.backends.native.bootstrap import open_communicator, open_symmetric
 from ferrodist.backends.native.errors import abort_record, public_error
 from ferrodist.backends.verification import left_reason, queued_error
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import DistributedError
-from ferrodist.torch_private.autograd import increment_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,7 +90,7 @@ class NativeEngine:
                 communicator.reserve()
             self.compiled = communicator
         self._opened.set()
-        load().load_tensor_interface(torch.Tensor, torch.nn.Parameter, increment_version)
+        enable_tensor_views()
         if self._group.fast_path is not None:
             self._group.fast_path = self._group.fast_path._replace(communicator=communicator)
 

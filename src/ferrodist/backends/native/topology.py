@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
+import operator
 import os
 import secrets
 import socket
@@ -136,21 +138,28 @@ def _must_share(masks: Sequence[int]) -> bool:
     Ranks that are bound may be crowded on some processors beside idle ones. So it looks for a matching, by augmenting
     paths: a rank without a free processor takes one whose owner finds another.
     """
-    processors = [{bit for bit in range(mask.bit_length()) if mask >> bit & 1} for mask in masks]
-    owners: dict[int, int] = {}  # a processor's rank
+    owners: dict[int, int] = {}  # a processor's rank, by its bit
+    taken = untried = 0
 
-    def place(rank: int, tried: set[int]) -> bool:
-        free = processors[rank] - owners.keys()
-        if free:
-            owners[min(free)] = rank
+    def place(rank: int) -> bool:
+        nonlocal taken, untried
+        if free := masks[rank] & ~taken:
+            bit = free & -free
+            taken |= bit
+            owners[bit] = rank
             return True
-        for processor in processors[rank]:
-            if processor in tried:
-                continue
-            tried.add(processor)
-            if place(owners[processor], tried):
-                owners[processor] = rank
+        while rest := masks[rank] & untried:
+            bit = rest & -rest
+            untried ^= bit
+            if place(owners[bit]):
+                owners[bit] = rank
                 return True
         return False
 
-    return not all(place(rank, set()) for rank in range(len(masks)))
+    if len(masks) > functools.reduce(operator.or_, masks).bit_count():
+        return True
+    for rank in range(len(masks)):
+        untried = taken
+        if not place(rank):
+            return True
+    return False

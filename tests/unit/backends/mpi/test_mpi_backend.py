@@ -8,6 +8,7 @@ import sys
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,8 +22,12 @@ from ferrodist.backends.mpi.runtime import check_job, num_leaked
 from ferrodist.backends.mpi.transport import FrameTransport, QueuedFrame
 from ferrodist.backends.mpi.verification import MpiVerifier
 from ferrodist.backends.mpi.wire import HEADER_SIZE, MAX_PAYLOAD, Frame
+from ferrodist.backends.native import is_native_available
+from ferrodist.backends.native.binding import enable_tensor_views, load
 from ferrodist.backends.sequencer import Sequencer
-from ferrodist.backends.signature import CollectiveSignature
+from ferrodist.backends.signature import MAX_PAYLOAD as MAX_CALL_PAYLOAD
+from ferrodist.backends.signature import CollectiveSignature, stamp
+from ferrodist.collectives.arguments import bytes_of
 from ferrodist.collectives.engines import reference
 from ferrodist.collectives.engines.data_plane import DataPlaneEngine
 from ferrodist.deadline import Deadline
@@ -271,9 +276,117 @@ class _DataPlane:
     def all_gather_calls(self, own, table):
         table.reshape(2, -1)[:] = own
 
+    def await_briefly(self, _request):
+        return None
+
     def wait_for(self, _requests, _deadline, meanwhile=lambda: None):
         meanwhile()
         return True
+
+
+def small_call(**options):
+    return CollectiveSignature(operation="allreduce", dtype="float32", reduce_op="SUM", count=2, **options)
+
+
+def group_of_two(**options):
+    """A group in which an abort is a failure."""
+    group = SimpleNamespace(rank=1, world_size=2, name="world", failure=None, **options)
+    group.abort = lambda error: setattr(group, "failure", error)
+    return group
+
+
+def test_an_encoded_call_is_stamped():
+    """Another sequence number and payload give what encoding such a call gives."""
+    for payload in (b"", b"12345678", bytes(MAX_CALL_PAYLOAD)):
+        call = small_call(payload=payload)
+        assert stamp(small_call().encode(), 1 << 40, payload) == call.at(1 << 40).encode()
+
+
+def test_a_small_call_needs_one_exchange():
+    """All ranks' records, with the sequence numbers that calls of both ways take in turns."""
+    plane = _DataPlane()
+    verifier = MpiVerifier(group_of_two(), plane, lambda _sequence: (), lambda: None)
+    for sequence in (0, 2):
+        records = verifier.exchange(small_call().encode(), b"elements", 30)
+        assert records == 2 * small_call(payload=b"elements").at(sequence).encode()
+        assert verifier.num_entered == sequence + 1
+        verifier.verify(small_call(), 30)
+    assert plane.sequencer.position == 4
+
+
+def test_a_small_call_of_a_late_rank_is_waited_for(monkeypatch):
+    """A call that is not over at once is waited for like any other, once, and gives the same records."""
+    plane, waited = _DataPlane(), []
+    monkeypatch.setattr(plane, "await_briefly", lambda request: request or "pending", raising=False)
+    monkeypatch.setattr(plane, "wait_for", lambda requests, *_: waited.append(requests) or True)
+    verifier = MpiVerifier(group_of_two(), plane, lambda _sequence: (), lambda: None)
+    assert verifier.exchange(small_call().encode(), b"x", 30) == 2 * small_call(payload=b"x").encode()
+    assert waited == [["pending"]]
+    verifier.verify(small_call(), 30)
+    assert len(waited) == 2
+
+
+def test_small_calls_that_differ(monkeypatch):
+    """Another call of the other rank is an error that names both, and ends the group."""
+    plane, group = _DataPlane(), group_of_two()
+
+    def gather(own, table):
+        rows = table.reshape(2, -1)
+        rows[1] = own
+        rows[0] = np.frombuffer(small_call(root=1).encode(), np.uint8)
+
+    monkeypatch.setattr(plane, "all_gather_calls", gather)
+    verifier = MpiVerifier(group, plane, lambda _sequence: (), lambda: None)
+    for _ in range(2):  # the second time the group has ended
+        with pytest.raises(fd.CollectiveMismatchError, match="root=1"):
+            verifier.exchange(small_call().encode(), b"x", 30)
+    assert isinstance(group.failure, fd.CollectiveMismatchError)
+
+
+def test_an_interrupted_small_call_ends_the_group(monkeypatch):
+    """An exception of a signal's handler is raised, and the other ranks learn of it."""
+    plane, group = _DataPlane(), group_of_two()
+
+    def interrupt(_request):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plane, "await_briefly", interrupt, raising=False)
+    verifier = MpiVerifier(group, plane, lambda _sequence: (), lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        verifier.exchange(small_call().encode(), b"x", 30)
+    assert group.failure is not None
+
+
+@pytest.mark.skipif(not is_native_available(), reason="this installation was built without the native engine")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool])
+def test_elements_in_records(dtype):
+    """Elements are taken from records at any place in memory, and what is no plain tensor is left to others."""
+    enable_tensor_views()
+    compiled = load()
+    parts = [torch.arange(rank, rank + 5).to(dtype) for rank in range(3)]
+    out = torch.empty_like(parts[0])
+    sent = [compiled.eager_elements(one, out, 0, fd.ReduceOp.MAX.number, 64) for one in parts]
+    assert sent == [bytes(bytes_of(one)) for one in parts]
+    for start in (0, 3, 4):
+        table = b"".join((b"?" * start + one).ljust(64) for one in sent)
+        assert compiled.fold_eager(out, table, 3, start, fd.ReduceOp.MAX.number)
+        assert torch.equal(out, torch.stack(parts).amax(0))
+        assert compiled.join_eager(out, table, 3, start, 1, 1)
+        assert torch.equal(out, parts[1])
+        joined = out.new_empty(15)
+        assert compiled.join_eager(joined, table, 3, start, 0, 3)
+        assert torch.equal(joined, torch.cat(parts))
+    refused = [
+        (torch.ones(5, requires_grad=True), torch.empty(5), 0),
+        (parts[0], out[:4], 0),
+        (parts[0], out.view(5, 1), 0),
+        (parts[0], torch.empty(16, dtype=dtype), 3),
+        (torch.ones(5, 2).to(dtype).t(), torch.empty(2, 5, dtype=dtype), 0),
+        (torch.ones(65, dtype=torch.int8), torch.empty(65, dtype=torch.int8), 0),
+    ]
+    assert [compiled.eager_elements(*one, -1, 64) for one in refused] == [None] * 6
+    bits = compiled.eager_elements(parts[0], out, 0, fd.ReduceOp.BAND.number, 64)
+    assert (bits is None) == dtype.is_floating_point  # no bits are folded there
 
 
 @pytest.mark.parametrize("gave_up", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import os
 
 import pytest
@@ -53,6 +55,14 @@ def rank(machine: bytes, usable: int, quota: int = 0xFFFF) -> CpuSet:
 def test_is_oversubscribed(ranks, hosts, crowded):
     """Processors are shared by machine, quotas by host; both must suffice, wherever the ranks are bound."""
     assert is_oversubscribed(ranks, hosts) is crowded
+
+
+def test_every_way_to_bind_three_ranks():
+    """The answer is that of trying all assignments of different processors to ranks."""
+    for masks in itertools.product(range(1, 8), repeat=3):
+        assignments = itertools.permutations((1, 2, 4))
+        fits = any(all(map(operator.and_, masks, each)) for each in assignments)
+        assert is_oversubscribed([rank(A, mask) for mask in masks], [0, 0, 0]) is not fits, masks
 
 
 def test_the_cpu_set_of_a_process():

@@ -82,6 +82,23 @@ def inputs_of_any_layout(group: Backend) -> None:
             check_bits(raw_bytes(wholes[group.rank]), before, f"the input after all of it ({what})")
 
 
+def ranks_of_different_layouts(group: Backend) -> None:
+    """One rank in turn has a strided tensor, which goes another way through the library: all get the same results."""
+    p = group.world_size
+    for rows in (1, 2, 6, 500):
+        inputs = [elements(torch.float64, rows * 2, rank, seed=rows).view(rows, 2) for rank in range(p)]
+        flat = [tensor.view(-1) for tensor in inputs]
+        for strided in range(-1, p):
+            mine = inputs[group.rank]
+            if strided in (-1, group.rank):  # -1: all of them
+                mine = mine.t().contiguous().t()
+            what = f"{rows} rows, strided on rank {strided}"
+            check_fold(group, fd.allreduce(mine), fd.ReduceOp.SUM, flat, f"allreduce of {what}")
+            check_bits(fd.broadcast(mine, p - 1), inputs[-1], f"broadcast of {what}")
+            check_bits(fd.all_gather(mine), torch.cat(inputs), f"all_gather of {what}")
+            fd.barrier()
+
+
 def results_into_given_tensors(group: Backend) -> None:
     """``out=`` receives the result and is returned: another tensor, the input itself, or a strided one."""
     p, last = group.world_size, group.world_size - 1

@@ -1,0 +1,77 @@
+"""allreduce_add_rms_norm: the sum that ends a tensor-parallel layer, with what a decoder does to it next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from ferrodist.backends.native.binding import compiled
+from ferrodist.collectives.profiling import is_recorded, record
+from ferrodist.collectives.reduce import allreduce
+from ferrodist.torch_private.compilers import is_compiling
+from ferrodist.torch_private.profiling import is_profiling
+
+if TYPE_CHECKING:
+    from ferrodist.backends.base import Backend
+
+
+def allreduce_add_rms_norm(
+    tensor: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float | None = None,
+    *,
+    group: Backend | None = None,
+    timeout: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum a tensor over all ranks, add the residual to it, and normalize the rows by their root mean square.
+
+    The same bits as of ``total = fd.allreduce(tensor) + residual`` and
+    ``torch.nn.functional.rms_norm(total, weight.shape, weight, eps)``. Without gradients the residual is added where
+    the ranks' elements are summed, without a tensor in between. For other ranks the call is an `allreduce`. Graphs of
+    torch.compile have its operator, and the compiler fuses what follows it.
+
+    Args:
+        tensor: This rank's part of a sum, of floating point, shape (..., features); equal shapes on all ranks.
+        residual: What is added on this rank, of ``tensor``'s shape and dtype; the same on all ranks if their results
+            are to be.
+        weight: The norm's weight, of shape (features,) and ``tensor``'s dtype.
+        eps: What is added to the mean square; None is the dtype's epsilon, as in `torch.nn.functional.rms_norm`.
+        group: The group, on all of whose ranks this is called; None is the default group.
+        timeout: Seconds; None takes the group's.
+
+    Returns:
+        The normalized rows, and the sum with the residual. Differentiable.
+
+    Raises:
+        TypeError: ``tensor`` is not of floating point, or another tensor has another dtype; before anything is sent.
+        ValueError: ``residual`` or ``weight`` has another shape; before anything is sent.
+        As `allreduce`.
+    """
+    if is_profiling() and not is_recorded():
+        return record(allreduce_add_rms_norm, tensor, residual, weight, eps, group=group, timeout=timeout)
+    _check(tensor, residual, weight)
+    total = None if is_compiling() else compiled.fast_allreduce_add(tensor, residual, group, timeout)
+    if total is None:
+        total = allreduce(tensor, group=group, timeout=timeout) + residual
+    return functional.rms_norm(total, weight.shape, weight, eps), total
+
+
+def _check(tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+    for name, one in (("tensor", tensor), ("residual", residual), ("weight", weight)):
+        if not isinstance(one, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, not {one!r}")
+        if one.dtype is not tensor.dtype or not one.is_floating_point():
+            raise TypeError(
+                f"tensor, residual and weight must have one dtype of floating point: {name} is {one.dtype}, and tensor"
+                f" {tensor.dtype}"
+            )
+    if not tensor.dim() or weight.shape != tensor.shape[-1:]:
+        raise ValueError(
+            f"weight must have an element for each feature, the last dim of tensor {tuple(tensor.shape)}, and has shape"
+            f" {tuple(weight.shape)}"
+        )
+    if residual.shape != tensor.shape:
+        raise ValueError(f"residual must have tensor's shape {tuple(tensor.shape)}, and has {tuple(residual.shape)}")
