@@ -122,6 +122,9 @@ def _save_growth(
             chosen = [
                 case for case in cases if (case.num_hosts, case.dtype, case.operation) == (num_hosts, dtype, operation)
             ]
+            if not chosen:
+                axes.set_axis_off()
+                continue
             draw(axes, report, chosen)
             where = f"{num_hosts} hosts" if num_hosts > 1 else "one host"
             _finish(axes, f"{operation.value}, {where}" + ("" if dtype is DataType.FLOAT32 else f", {dtype.value}"))
