@@ -32,28 +32,35 @@ struct Payloads {
 };
 
 // The elements of a tensor that is to be sent, of at most `limit` bytes; nothing if the general path is to check the
-// call. `out` is `factor` times as long; with an `op` it is as long, and its number that of a reduction.
+// call. `out`, unless it is None, has the tensor's shape, or for a `factor` so many times its length in dim 0.
 std::optional<nb::bytes> elements_to_send(nb::handle tensor, nb::handle out, int factor, int op, std::size_t limit) {
-    const auto pair = view_pair(tensor, out);
-    if (!pair) return std::nullopt;
-    const std::size_t size = pair->source.count * size_of(pair->source.dtype);
-    if (size > limit) return std::nullopt;
-    const bool is_same = pair->source.data == pair->out.data;
-    if (factor == 0) {  // as long, in any number of dims
-        if (!std::ranges::equal(pair->source.shape, pair->out.shape) || (!is_same && overlap(*pair)))
-            return std::nullopt;
-    } else if (!fits(pair->out.shape, pair->source.shape, factor) || overlap(*pair)) {
-        return std::nullopt;
+    const auto source = view_tensor(tensor.ptr());
+    if (!source) return std::nullopt;
+    const std::size_t size = source->count * size_of(source->dtype);
+    if (size > limit || (op >= 0 && !reduction_of(source->dtype, op))) return std::nullopt;
+    if (!out.is_none()) {
+        const auto pair = view_pair(tensor, out);
+        if (!pair) return std::nullopt;
+        const bool fits_out = factor == 0 ? std::ranges::equal(pair->source.shape, pair->out.shape)
+                                          : fits(pair->out.shape, pair->source.shape, factor);
+        const bool may_overlap = factor == 0 && pair->source.data == pair->out.data;
+        if (!fits_out || (!may_overlap && overlap(*pair))) return std::nullopt;
     }
-    if (op >= 0 && !reduction_of(pair->source.dtype, op)) return std::nullopt;
-    return nb::bytes(pair->source.data, size);
+    return nb::bytes(source->data, size);
 }
 
-bool fold_elements(nb::handle out, nb::bytes table, std::size_t num_ranks, std::size_t start, int op) {
-    const auto view = view_tensor(out.ptr());
+// A result that has room for `size` bytes: another thread may have resized it since its call was checked.
+std::optional<TensorView> view_result(nb::handle out, std::size_t size) {
+    auto view = view_tensor(out.ptr());
+    if (view && view->count * size_of(view->dtype) != size) view.reset();
+    return view;
+}
+
+bool fold_elements(nb::handle out, nb::bytes table, std::size_t num_ranks, std::size_t start, std::size_t size,
+                   int op) {
+    const auto view = view_result(out, size);
     const Fold fold = view ? find_fold(view->dtype, static_cast<ReduceOp>(op), best_instruction_set()) : nullptr;
     if (fold == nullptr) return false;
-    const std::size_t size = view->count * size_of(view->dtype);
     const std::size_t row = (size / row_alignment + 1) * row_alignment;
     std::vector<std::byte> room(row * num_ranks + row_alignment);
     void* aligned = room.data();
@@ -70,12 +77,11 @@ bool fold_elements(nb::handle out, nb::bytes table, std::size_t num_ranks, std::
     return mark_written(out.ptr());
 }
 
-// Writes the elements of ranks from `first` on one after the other, until `out` is full.
-bool join_elements(nb::handle out, nb::bytes table, std::size_t num_ranks, std::size_t start, std::size_t first,
-                   std::size_t num_joined) {
-    const auto view = view_tensor(out.ptr());
+// Writes the elements of so many ranks from `first` on one after the other, `size` bytes of each.
+bool join_elements(nb::handle out, nb::bytes table, std::size_t num_ranks, std::size_t start, std::size_t size,
+                   std::size_t first, std::size_t num_joined) {
+    const auto view = view_result(out, size * num_joined);
     if (!view) return false;
-    const std::size_t size = view->count * size_of(view->dtype) / num_joined;
     const Payloads payloads(table, num_ranks, start);
     for (std::size_t r = 0; r < num_joined; ++r) copy_bytes(view->data + r * size, payloads.of(first + r), size);
     return mark_written(out.ptr());
@@ -84,13 +90,15 @@ bool join_elements(nb::handle out, nb::bytes table, std::size_t num_ranks, std::
 }  // namespace
 
 void bind_eager_tensors(nb::module_& m) {
-    m.def("eager_elements", &elements_to_send, "tensor"_a, "out"_a, "factor"_a, "op"_a, "limit"_a,
-          "The bytes of a tensor to send with a call; None if the general path is to check the call. `out` is `factor`"
-          " times as long in dim 0, or for 0 of the same shape; `op` is the number of a reduction, or -1.");
-    m.def("fold_eager", &fold_elements, "out"_a, "table"_a, "num_ranks"_a, "start"_a, "op"_a,
-          "Fold what all ranks have sent into `out`; False if it is not plain any more.");
-    m.def("join_eager", &join_elements, "out"_a, "table"_a, "num_ranks"_a, "start"_a, "first"_a, "num_joined"_a,
-          "Copy what so many ranks from `first` on have sent into `out`; False if it is not plain any more.");
+    m.def("eager_elements", &elements_to_send, "tensor"_a, "out"_a.none(), "factor"_a, "op"_a, "limit"_a,
+          "The bytes of a tensor to send with a call; None if the general path is to check the call. `out` is None, or"
+          " `factor` times as long in dim 0, or for 0 of the same shape; `op` is the number of a reduction, or -1.");
+    m.def("fold_eager", &fold_elements, "out"_a, "table"_a, "num_ranks"_a, "start"_a, "size"_a, "op"_a,
+          "Fold the `size` bytes that each rank has sent into `out`; False if it has another size now.");
+    m.def(
+        "join_eager", &join_elements, "out"_a, "table"_a, "num_ranks"_a, "start"_a, "size"_a, "first"_a, "num_joined"_a,
+        "Copy the `size` bytes that each of so many ranks from `first` on has sent into `out`; False if it has another"
+        " size now.");
 }
 
 }  // namespace ferrodist

@@ -43,9 +43,9 @@ inline std::size_t root_fold_segment_bytes(const shm::Layout& layout) {
     return layout.is_oversubscribed ? layout.slot_bytes : std::min<std::size_t>(128 * 1024, layout.slot_bytes);
 }
 
-// The segment size between two ranks on two hosts. Few enough bytes that both have sent theirs before either reads much: larger
-// segments wait in the connection's buffer until the kernel sends them. Under TCP BBR 1 MiB took 290 us with this size,
-// and 700 to 800 in segments of 256 KiB; under Reno 290 and 280, and 340 in segments of 64 KiB.
+// The segment size between two ranks on two hosts. Few enough bytes that both have sent theirs before either reads
+// much: larger segments wait in the connection's buffer until the kernel sends them. Under TCP BBR 1 MiB took 290 us
+// with this size, and 700 to 800 in segments of 256 KiB; under Reno 290 and 280, and 340 in segments of 64 KiB.
 inline std::size_t partner_segment_bytes(const shm::Layout& layout) {
     return std::min<std::size_t>(128 * 1024, layout.slot_bytes);
 }

@@ -21,6 +21,7 @@ from ferrodist.backends.base import Backend
 from ferrodist.backends.collective_op import dtype_name
 from ferrodist.backends.native.binding import ReportingModule, compiled, is_native_available
 from ferrodist.backends.process_group import find_group
+from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.collectives.work import collector
 from ferrodist.wording import with_article
 
@@ -67,8 +68,14 @@ _SHARING = {"fast_all_gather_uneven", "fast_gather", "fast_scatter", "fast_gathe
 """Functions that return a list where the general path goes on."""
 
 
+_OF_EAGER_GROUPS = {"fast_allreduce", "fast_broadcast", "fast_all_gather", "fast_barrier"}
+"""Functions that leave calls of groups over MPI to those of `eager_calls`."""
+
+
 def report(name: str, arguments: tuple[Any, ...], result: Any) -> None:
     """Log a call of a fast path; ``result`` is its result or its error."""
+    if name in _OF_EAGER_GROUPS and _takes_eager_calls(arguments):
+        return  # the eager function reports the call
     is_general = result is None or result is False or (type(result) is list and name in _SHARING)
     tensors = ", ".join(f"{dtype_name(each.dtype)}{list(each.shape)}" for each in _tensors_in(arguments[:1]))
     line = f"{_public_name(name, arguments)}({tensors}): "
@@ -87,7 +94,7 @@ def _public_name(name: str, arguments: tuple[Any, ...]) -> str:
         return "all_gather_object" if arguments[1] is None else "gather_object"
     if name == "fast_object_from_root":
         return "scatter_object" if arguments[2] else "broadcast_object"
-    name = name.removeprefix("fast_").removesuffix("_data").removesuffix("_list")
+    name = name.removeprefix("eager_").removeprefix("fast_").removesuffix("_data").removesuffix("_list")
     return name.replace("start_", "async_")
 
 
@@ -97,19 +104,30 @@ def _why_general(name: str, arguments: tuple[Any, ...]) -> str:
         return "this installation has no native engine"
     if collector.get() is not None:
         return "it is inside coalesce()"
-    given = next((each for each in arguments if isinstance(each, Backend)), None)
-    group: Any = find_group(None) if given is None else given
+    group = _group_among(arguments)
     if group is None:
         return "there is no group"
     path = getattr(group, "fast_path", None)
-    if path is None:
+    if path is None and not _takes_eager_calls(arguments):
         return f"group {group.name!r}, {with_article(type(group).__name__)}, has no compiled engine, or has ended"
-    if path.communicator is None:
+    if path is not None and path.communicator is None:
         return "it is the group's first collective, which opens the engine"
     ignores_gradients = name.endswith("_data")
     reasons = (_why_not_plain(tensor, ignores_gradients=ignores_gradients) for tensor in _tensors_in(arguments))
     reason = next(filter(None, reasons), None)
+    if path is None and any(tensor.nbytes > MAX_PAYLOAD for tensor in _tensors_in(arguments[:1])):
+        reason = f"has more than {MAX_PAYLOAD} bytes, which is what the fast path over MPI takes"
     return f"a tensor {reason}" if reason else "its arguments have no fast path (dims, sizes, overlaps), or are wrong"
+
+
+def _group_among(arguments: tuple[Any, ...]) -> Any:
+    """The group of a call's arguments, or the default group."""
+    given = next((each for each in arguments if isinstance(each, Backend)), None)
+    return find_group(None) if given is None else given
+
+
+def _takes_eager_calls(arguments: tuple[Any, ...]) -> bool:
+    return getattr(_group_among(arguments), "takes_eager_calls", False)
 
 
 def _why_not_plain(tensor: torch.Tensor, *, ignores_gradients: bool) -> str | None:

@@ -14,6 +14,7 @@ from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.native.binding import compiled
 from ferrodist.backends.process_group import find_group
 from ferrodist.backends.signature import MAX_PAYLOAD, PAYLOAD_START
+from ferrodist.collectives.call_log import reported
 from ferrodist.collectives.work import collector
 from ferrodist.deadline import check_timeout
 
@@ -26,6 +27,7 @@ _MOST_RECORDS = 256
 _NO_FOLD = -1
 
 
+@reported
 def eager_allreduce(
     tensor: torch.Tensor, op: Any, group: Backend | None, out: torch.Tensor | None, timeout: float | None
 ) -> torch.Tensor | None:
@@ -34,16 +36,17 @@ def eager_allreduce(
     chosen = _find_eager_group(group)
     if chosen is None or number < 0 or not _is_small(tensor):
         return None
-    target = torch.empty_like(tensor) if out is None else out
-    elements = compiled.eager_elements(tensor, target, 0, number, MAX_PAYLOAD)
+    elements = compiled.eager_elements(tensor, out, 0, number, MAX_PAYLOAD)
     if elements is None:
         return None
+    target = torch.empty_like(tensor) if out is None else out
     key = (CollectiveKind.ALLREDUCE, number, tensor.dtype, tensor.numel())
-    records = _exchange(chosen, key, elements, timeout, {"source": tensor, "reduction": op})
-    _check(compiled.fold_eager(target, records, chosen.world_size, PAYLOAD_START, number))
+    records = _exchange_records(chosen, key, elements, timeout, {"source": tensor, "reduction": op})
+    _check(compiled.fold_eager(target, records, chosen.world_size, PAYLOAD_START, len(elements), number))
     return target
 
 
+@reported
 def eager_broadcast(
     tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None, timeout: float | None
 ) -> torch.Tensor | None:
@@ -51,17 +54,18 @@ def eager_broadcast(
     chosen = _find_eager_group(group)
     if chosen is None or not _is_small(tensor) or type(root) is not int or not 0 <= root < chosen.world_size:
         return None
-    target = torch.empty_like(tensor) if out is None else out
-    elements = compiled.eager_elements(tensor, target, 0, _NO_FOLD, MAX_PAYLOAD)
+    elements = compiled.eager_elements(tensor, out, 0, _NO_FOLD, MAX_PAYLOAD)
     if elements is None:
         return None
+    target = torch.empty_like(tensor) if out is None else out
     key = (CollectiveKind.BROADCAST, root, tensor.dtype, tensor.numel())
     payload = elements if chosen.rank == root else b""
-    records = _exchange(chosen, key, payload, timeout, {"source": tensor, "root": root})
-    _check(compiled.join_eager(target, records, chosen.world_size, PAYLOAD_START, root, 1))
+    records = _exchange_records(chosen, key, payload, timeout, {"source": tensor, "root": root})
+    _check(compiled.join_eager(target, records, chosen.world_size, PAYLOAD_START, len(elements), root, 1))
     return target
 
 
+@reported
 def eager_all_gather(
     tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None, timeout: float | None
 ) -> torch.Tensor | None:
@@ -70,24 +74,25 @@ def eager_all_gather(
     if chosen is None or type(dim) is not int or dim != 0 or not _is_small(tensor) or not tensor.dim():
         return None
     num_ranks = chosen.world_size
-    target = tensor.new_empty((num_ranks * len(tensor), *tensor.shape[1:])) if out is None else out
-    elements = compiled.eager_elements(tensor, target, num_ranks, _NO_FOLD, MAX_PAYLOAD)
+    elements = compiled.eager_elements(tensor, out, num_ranks, _NO_FOLD, MAX_PAYLOAD)
     if elements is None:
         return None
+    target = tensor.new_empty((num_ranks * len(tensor), *tensor.shape[1:])) if out is None else out
     key = (CollectiveKind.ALL_GATHER, tensor.dtype, tensor.numel())
     counts = [tensor.numel()] * num_ranks
     facts = {"source": tensor, "out": target, "counts": counts, "dim": 0}
-    records = _exchange(chosen, key, elements, timeout, facts)
-    _check(compiled.join_eager(target, records, num_ranks, PAYLOAD_START, 0, num_ranks))
+    records = _exchange_records(chosen, key, elements, timeout, facts)
+    _check(compiled.join_eager(target, records, num_ranks, PAYLOAD_START, len(elements), 0, num_ranks))
     return target
 
 
+@reported
 def eager_barrier(group: Backend | None, timeout: float | None) -> bool:
     """`barrier`; whether it is done."""
     chosen = _find_eager_group(group)
     if chosen is None:
         return False
-    _exchange(chosen, (CollectiveKind.BARRIER,), b"", timeout, {})
+    _exchange_records(chosen, (CollectiveKind.BARRIER,), b"", timeout, {})
     return True
 
 
@@ -105,7 +110,9 @@ def _is_small(tensor: Any) -> bool:
     return is_tensor and tensor.nbytes <= MAX_PAYLOAD
 
 
-def _exchange(group: Any, key: tuple[Any, ...], payload: bytes, timeout: float | None, facts: dict[str, Any]) -> bytes:
+def _exchange_records(
+    group: Any, key: tuple[Any, ...], payload: bytes, timeout: float | None, facts: dict[str, Any]
+) -> bytes:
     """All ranks' records of a call; its kind is the first of ``key``, and the rest of it follows from ``facts``."""
     limit = group.timeout if timeout is None else check_timeout(timeout)
     encoded: dict[Any, bytes] = group.encoded_calls
@@ -121,4 +128,4 @@ def _exchange(group: Any, key: tuple[Any, ...], payload: bytes, timeout: float |
 
 def _check(is_written: bool) -> None:  # noqa: FBT001 - what is checked
     if not is_written:
-        raise RuntimeError("a tensor was resized in another thread while a collective wrote to it")
+        raise RuntimeError("out was resized in another thread during a collective, which had no room for its result")

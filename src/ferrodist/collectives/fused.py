@@ -29,9 +29,9 @@ def allreduce_add_rms_norm(
     """Sum a tensor over all ranks, add the residual to it, and normalize the rows by their root mean square.
 
     The same bits as of ``total = fd.allreduce(tensor) + residual`` and
-    ``torch.nn.functional.rms_norm(total, weight.shape, weight, eps)``. Without gradients the residual is added where
-    the ranks' elements are summed, without a tensor in between. For other ranks the call is an `allreduce`. Graphs of
-    torch.compile have its operator, and the compiler fuses what follows it.
+    ``torch.nn.functional.rms_norm(total, weight.shape, weight, eps)``, but for those of a NaN. Without gradients the
+    residual is added where the ranks' elements are summed, without a tensor in between. For other ranks the call is an
+    `allreduce`. Graphs of torch.compile have its operator, and the compiler fuses what follows it.
 
     Args:
         tensor: This rank's part of a sum, of floating point, shape (..., features); equal shapes on all ranks.
@@ -53,6 +53,8 @@ def allreduce_add_rms_norm(
     if is_profiling() and not is_recorded():
         return record(allreduce_add_rms_norm, tensor, residual, weight, eps, group=group, timeout=timeout)
     _check(tensor, residual, weight)
+    if eps is not None and not isinstance(eps, float | int):
+        raise TypeError(f"eps must be a number or None, not {eps!r}")
     total = None if is_compiling() else compiled.fast_allreduce_add(tensor, residual, group, timeout)
     if total is None:
         total = allreduce(tensor, group=group, timeout=timeout) + residual
@@ -63,10 +65,12 @@ def _check(tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -
     for name, one in (("tensor", tensor), ("residual", residual), ("weight", weight)):
         if not isinstance(one, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, not {one!r}")
-        if one.dtype is not tensor.dtype or not one.is_floating_point():
+        if not one.is_floating_point():
+            raise TypeError(f"{name} must have a dtype of floating point, not {one.dtype}")
+        if one.dtype is not tensor.dtype or one.device != tensor.device:
             raise TypeError(
-                f"tensor, residual and weight must have one dtype of floating point: {name} is {one.dtype}, and tensor"
-                f" {tensor.dtype}"
+                f"tensor, residual and weight must have one dtype, on one device: {name} is {one.dtype} on"
+                f" {one.device}, and tensor {tensor.dtype} on {tensor.device}"
             )
     if not tensor.dim() or weight.shape != tensor.shape[-1:]:
         raise ValueError(

@@ -124,8 +124,13 @@ def test_graphs_have_the_operator():
     ("error", "message", "place", "value"),
     [
         (TypeError, "residual must be a tensor, not None", 1, None),
-        (TypeError, "weight is torch.float64, and tensor torch.float32", 2, torch.ones(8, dtype=torch.float64)),
-        (TypeError, "tensor is torch.int64", 0, torch.ones(3, 8, dtype=torch.int64)),
+        (TypeError, "weight is torch.float64 on cpu, and tensor torch.float32", 2, torch.ones(8, dtype=torch.float64)),
+        (
+            TypeError,
+            "tensor must have a dtype of floating point",
+            0,
+            torch.ones(3, 8, dtype=torch.int64),
+        ),
         (ValueError, r"last dim of tensor \(3, 8\), and has shape \(7,\)", 2, torch.ones(7)),
         (ValueError, r"residual must have tensor's shape \(3, 8\), and has \(8,\)", 1, torch.ones(8)),
         (ValueError, "weight must have an element for each feature", 0, torch.tensor(1.0)),

@@ -17,7 +17,7 @@ from ferrodist.backends import stragglers
 from ferrodist.backends.signature import FINGERPRINT_BYTES, RECORD_BYTES, CollectiveSignature, stamp
 from ferrodist.backends.verification import CollectiveVerifier, Verification, left_reason
 from ferrodist.deadline import Deadline, Elapsed, long_wait
-from ferrodist.errors import DistributedTimeoutError
+from ferrodist.errors import DistributedError, DistributedTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,25 +50,40 @@ class MpiVerifier(CollectiveVerifier):
         The way of small collectives: without the objects of the general one, which goes on where anything is not as
         usual, or another rank is late.
         """
-        group, deadline, sequence = self._group, Deadline(timeout), self.reserve()
-        with self._data_plane.sequencer.hold(sequence, timeout) as has_turn:
-            record = stamp(record, sequence, payload)
-            table = np.empty(RECORD_BYTES * group.world_size, np.uint8)
-            if has_turn and group.failure is None:
+        deadline, sequence = Deadline(timeout), self.reserve()
+        table = np.empty(RECORD_BYTES * self._group.world_size, np.uint8)
+        record = stamp(record, sequence, payload)
+        try:
+            with self._data_plane.sequencer.hold(sequence, timeout) as has_turn:
                 try:
-                    pending = self._start_gathering(record, table, sequence)
-                    pending = self._data_plane.await_briefly(pending)
-                    if pending is None:
-                        self._poll()
-                        records = table.tobytes()
-                        if group.failure is None and _are_equal(record, records):
-                            return records
-                except BaseException as error:
-                    group.abort(left_reason(group.rank, CollectiveSignature.decode(record), error))
-                    raise
-                self._begun = (table, [] if pending is None else [pending])
-            self._verify(CollectiveSignature.decode(record), deadline, has_turn=has_turn)
+                    if not (has_turn and self._gather_at_once(record, table, sequence)):
+                        self._verify(CollectiveSignature.decode(record), deadline, has_turn=has_turn)
+                finally:
+                    if has_turn and self._begun is not None:  # MPI may still write to the memory of its requests
+                        self._data_plane.abandon(self._begun[1])
+                        self._begun = None
+        except DistributedError:
+            raise
+        except BaseException as error:  # an interruption; the group fails, unless it has already
+            self._group.abort(left_reason(self._group.rank, CollectiveSignature.decode(record), error))
+            raise
         return table.tobytes()
+
+    def _gather_at_once(self, record: bytes, table: Any, sequence: int) -> bool:
+        """Gather the records, if that is over soon; False leaves what has begun to `_gather_calls`."""
+        if self._group.failure is not None:
+            return False
+        request = self._start_gathering(record, table, sequence)
+        self._begun = (table, [request])
+        request = self._data_plane.await_briefly(request)
+        self._begun = (table, [] if request is None else [request])
+        if request is not None:
+            return False
+        self._poll()
+        if self._group.failure is not None or not _are_equal(record, table.tobytes()):
+            return False
+        self._begun = None
+        return True
 
     def _start_gathering(self, record: bytes, table: Any, sequence: int) -> Any:
         self.num_entered = sequence + 1

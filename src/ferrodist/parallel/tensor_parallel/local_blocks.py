@@ -172,6 +172,8 @@ class LocalBlock:
         ]
         self._parts: list[tuple[dict[str, Any], str, Any]] = []
         """The parameters, children and forwards inside of the block, each as a dictionary's entry."""
+        self._numbers: list[tuple[dict[str, Any], int]] = []
+        """The dictionaries of parameters and children, and the numbers of their entries."""
         self._is_whole = True
         """Whether the parameters are still those that `parallelize` has made: FSDP has its own."""
         self._sizes: dict[_Kind, set[Any]] = {}
@@ -213,6 +215,7 @@ class LocalBlock:
             and not has_global_hooks()
             and not any(map(is_compiled, self._modules))
             and all(owner.get(name) is part for owner, name, part in self._parts or self._find_parts())
+            and all(len(owner) == number for owner, number in self._numbers)
             and self._is_whole
         )
 
@@ -221,6 +224,7 @@ class LocalBlock:
         for one in self._modules:
             for owner in (own_parameters(one), own_modules(one)):
                 self._parts += [(owner, name, part) for name, part in owner.items()]
+                self._numbers.append((owner, len(owner)))
             if "forward" in one.__dict__:
                 self._parts.append((one.__dict__, "forward", one.__dict__["forward"]))
         found = {id(part) for _, _, part in self._parts}

@@ -291,7 +291,11 @@ def small_call(**options):
 def group_of_two(**options):
     """A group in which an abort is a failure."""
     group = SimpleNamespace(rank=1, world_size=2, name="world", failure=None, **options)
-    group.abort = lambda error: setattr(group, "failure", error)
+
+    def abort(why):
+        group.failure = why if isinstance(why, fd.DistributedError) else fd.DistributedError(why)
+
+    group.abort = abort
     return group
 
 
@@ -343,18 +347,43 @@ def test_small_calls_that_differ(monkeypatch):
     assert isinstance(group.failure, fd.CollectiveMismatchError)
 
 
-def test_an_interrupted_small_call_ends_the_group(monkeypatch):
-    """An exception of a signal's handler is raised, and the other ranks learn of it."""
-    plane, group = _DataPlane(), group_of_two()
+@pytest.mark.parametrize("where", ["await_briefly", "turn", "poll"])
+def test_an_interrupted_small_call_ends_the_group(where, monkeypatch):
+    """An exception of a signal's handler is raised, the other ranks learn of it, and MPI keeps what it still needs."""
+    plane, group, abandoned = _DataPlane(), group_of_two(), []
 
-    def interrupt(_request):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plane, "await_briefly", interrupt, raising=False)
-    verifier = MpiVerifier(group, plane, lambda _sequence: (), lambda: None)
+    monkeypatch.setattr(plane, "all_gather_calls", lambda own, table: "request")
+    monkeypatch.setattr(plane, "abandon", abandoned.extend, raising=False)
+    if where == "await_briefly":
+        monkeypatch.setattr(plane, where, interrupt)
+    if where == "turn":
+        plane.sequencer.reserve()  # a started call that has not ended
+        monkeypatch.setattr(plane.sequencer, "wait", interrupt)
+    verifier = MpiVerifier(group, plane, lambda _sequence: (), interrupt)
     with pytest.raises(KeyboardInterrupt):
         verifier.exchange(small_call().encode(), b"x", 30)
     assert group.failure is not None
+    assert abandoned == (["request"] if where == "await_briefly" else [])
+
+
+def test_a_group_that_fails_during_a_small_call_keeps_its_request(monkeypatch):
+    """A request that is not over when the group fails is left to MPI with its memory."""
+    plane, group, abandoned = _DataPlane(), group_of_two(), []
+
+    def fail(request):
+        group.failure = fd.PeerLostError("rank 0 left", ranks=(0,))
+        return request
+
+    monkeypatch.setattr(plane, "all_gather_calls", lambda own, table: "request")
+    monkeypatch.setattr(plane, "abandon", abandoned.extend, raising=False)
+    monkeypatch.setattr(plane, "await_briefly", fail)
+    verifier = MpiVerifier(group, plane, lambda _sequence: (), lambda: None)
+    with pytest.raises(fd.PeerLostError, match="rank 0 left"):
+        verifier.exchange(small_call().encode(), b"x", 30)
+    assert abandoned == ["request"]
 
 
 @pytest.mark.skipif(not is_native_available(), reason="this installation was built without the native engine")
@@ -369,13 +398,17 @@ def test_elements_in_records(dtype):
     assert sent == [bytes(bytes_of(one)) for one in parts]
     for start in (0, 3, 4):
         table = b"".join((b"?" * start + one).ljust(64) for one in sent)
-        assert compiled.fold_eager(out, table, 3, start, fd.ReduceOp.MAX.number)
+        assert compiled.fold_eager(out, table, 3, start, out.nbytes, fd.ReduceOp.MAX.number)
         assert torch.equal(out, torch.stack(parts).amax(0))
-        assert compiled.join_eager(out, table, 3, start, 1, 1)
+        assert compiled.join_eager(out, table, 3, start, out.nbytes, 1, 1)
         assert torch.equal(out, parts[1])
         joined = out.new_empty(15)
-        assert compiled.join_eager(joined, table, 3, start, 0, 3)
+        assert compiled.join_eager(joined, table, 3, start, out.nbytes, 0, 3)
         assert torch.equal(joined, torch.cat(parts))
+    resized = torch.empty(1000, dtype=dtype)
+    assert not compiled.fold_eager(resized, table, 3, 4, out.nbytes, fd.ReduceOp.MAX.number)
+    assert not compiled.join_eager(resized, table, 3, 4, out.nbytes, 0, 3)
+    assert compiled.eager_elements(parts[0], None, 3, -1, 64) == sent[0]
     refused = [
         (torch.ones(5, requires_grad=True), torch.empty(5), 0),
         (parts[0], out[:4], 0),

@@ -206,14 +206,17 @@ def test_a_copied_cache_is_another():
 
 
 def test_attributes_that_a_block_sets_are_kept():
-    """A block without gradients runs on other modules: what its code sets there is set in the block."""
+    """A block without gradients runs on other modules: what its code sets there is set in the block, and what the
+    program adds to the block is there.
+    """
     kind = transformers.models.llama.modeling_llama.LlamaMLP
 
     class Marking(kind):
         def forward(self, x):
             if x.shape[1] == 1 and x.shape[0] == 2:
                 self.seen = getattr(self, "seen", 0) + 1
-            return super().forward(x)
+            result = super().forward(x)
+            return self.extra(result) if hasattr(self, "extra") else result
 
     config = model_of("llama").config
 
@@ -243,5 +246,9 @@ def test_attributes_that_a_block_sets_are_kept():
             for _ in range(3):
                 assert torch.allclose(model(torch.ones(2, 1, 16)), original(torch.ones(2, 1, 16)))
         assert model.mlp.seen == 3
+        with torch.no_grad():
+            before = model(torch.ones(2, 1, 16))
+            model.mlp.extra = nn.Tanh()
+            assert torch.equal(model(torch.ones(2, 1, 16)), before.tanh())
 
     run_ranks(program, 2, backend="simulated")
