@@ -52,16 +52,31 @@ def allreduce_add_rms_norm(
     """
     if is_profiling() and not is_recorded():
         return record(allreduce_add_rms_norm, tensor, residual, weight, eps, group=group, timeout=timeout)
-    _check(tensor, residual, weight)
-    if eps is not None and not isinstance(eps, float | int):
-        raise TypeError(f"eps must be a number or None, not {eps!r}")
-    total = None if is_compiling() else compiled.fast_allreduce_add(tensor, residual, group, timeout)
+    total = None
+    if not is_compiling() and _may_be_plain(tensor, weight, eps):
+        total = compiled.fast_allreduce_add(tensor, residual, group, timeout)
     if total is None:
+        _check(tensor, residual, weight, eps)
         total = allreduce(tensor, group=group, timeout=timeout) + residual
     return functional.rms_norm(total, weight.shape, weight, eps), total
 
 
-def _check(tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+def _may_be_plain(tensor: torch.Tensor, weight: torch.Tensor, eps: float | None) -> bool:
+    """Return whether all is right that the compiled function does not check: it knows the tensor and the residual."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and isinstance(weight, torch.Tensor)
+        and weight.is_cpu
+        and weight.dtype is tensor.dtype
+        and weight.shape == tensor.shape[-1:] != ()
+        and tensor.is_floating_point()
+        and (eps is None or isinstance(eps, float))
+    )
+
+
+def _check(tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float | None) -> None:
+    if eps is not None and not isinstance(eps, float | int):
+        raise TypeError(f"eps must be a number or None, not {eps!r}")
     for name, one in (("tensor", tensor), ("residual", residual), ("weight", weight)):
         if not isinstance(one, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, not {one!r}")

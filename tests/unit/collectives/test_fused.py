@@ -134,19 +134,22 @@ def test_graphs_have_the_operator():
         (ValueError, r"last dim of tensor \(3, 8\), and has shape \(7,\)", 2, torch.ones(7)),
         (ValueError, r"residual must have tensor's shape \(3, 8\), and has \(8,\)", 1, torch.ones(8)),
         (ValueError, "weight must have an element for each feature", 0, torch.tensor(1.0)),
+        (TypeError, "eps must be a number or None, not 'small'", 3, "small"),
+        (TypeError, "weight is torch.float32 on meta", 2, torch.ones(8, device="meta")),
     ],
 )
-def test_wrong_arguments(error, message, place, value):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wrong_arguments(error, message, place, value, backend):
     """Errors name the argument, before anything is sent."""
 
     def program(group):
-        given = inputs(group.rank, (3, 8))
+        given = [*inputs(group.rank, (3, 8)), EPS]
         given[place] = value
         with pytest.raises(error, match=message):
-            fd.allreduce_add_rms_norm(*given, EPS)
+            fd.allreduce_add_rms_norm(*given)
         assert same(fd.allreduce_add_rms_norm(*inputs(group.rank, (3, 8)), EPS), unfused(*inputs(group.rank, (3, 8))))
 
-    run_ranks(program, 2, backend="simulated")
+    run_ranks(program, 2, backend=backend)
 
 
 def test_mismatched_calls():
