@@ -77,7 +77,7 @@ def _set_sizes_axis(axes: Axes) -> None:
 
 
 def _finish(axes: Axes, title: str) -> None:
-    """What all panels have: a title, times upwards, and a grid."""
+    """The title, the axis of times and the grid, which all panels have."""
     axes.set_title(title, fontsize=10)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))

@@ -11,7 +11,7 @@
     engines/           who moves the bytes, by device           host_staging.py    copies between GPU and host
     tensor_protocol.py  a tensor as header and payload          serialization.py   nested values as messages
     pytree.py          nested values as lists of tensors        payloads.py        decoding of shared payloads
-    fused.py           allreduce_add_rms_norm
+    fused.py           allreduce_add_rms_norm                   eager_calls.py      small collectives over MPI
     profiling.py       calls in torch's profiler                host_p2p.py        several host tensors at once
     barrier.py         barrier, monitored_barrier
 """

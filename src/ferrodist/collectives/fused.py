@@ -1,4 +1,4 @@
-"""allreduce_add_rms_norm: the sum that ends a tensor-parallel layer, with what a decoder does to it next."""
+"""allreduce_add_rms_norm: an allreduce, the residual's addition and an RMS norm, as a tensor-parallel layer ends."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def allreduce_add_rms_norm(
 
     Args:
         tensor: This rank's part of a sum, of floating point, shape (..., features); equal shapes on all ranks.
-        residual: What is added on this rank, of ``tensor``'s shape and dtype; the same on all ranks if their results
+        residual: The tensor to add on this rank, of ``tensor``'s shape and dtype; equal on all ranks if their results
             are to be.
         weight: The norm's weight, of shape (features,) and ``tensor``'s dtype.
-        eps: What is added to the mean square; None is the dtype's epsilon, as in `torch.nn.functional.rms_norm`.
+        eps: The number to add to the mean square; None is the dtype's epsilon, as in `torch.nn.functional.rms_norm`.
         group: The group, on all of whose ranks this is called; None is the default group.
         timeout: Seconds; None takes the group's.
 

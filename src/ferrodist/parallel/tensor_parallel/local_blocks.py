@@ -379,7 +379,7 @@ def _values_and_grads(result: Any, inputs: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def _find_cached(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """What is in the caches among the arguments of a forward."""
+    """The keys and values in the caches among the arguments of a forward."""
     return [tensor for one in [*args, *kwargs.values()] if is_cache(one) for tensor in cached_tensors(one)]
 
 
