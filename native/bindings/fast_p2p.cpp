@@ -164,10 +164,65 @@ PyObject* fast_batch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     return run_batch(*call, operations).release().ptr();
 }
 
+// The messages of torch.distributed's sends and receives: the bytes of a tensor, under the channel of bytes. These two do
+// not wait, and take messages of up to `small_bytes`, which are copied with the GIL.
+struct BytesCall {
+    P2PCall call;
+    TensorView view;
+    int peer;  // the engine's rank, or `any_source`
+    Tag tag;
+
+    [[nodiscard]] std::size_t size() const { return view.count * size_of(view.dtype); }
+
+    // Of a tensor, a rank or None for any, a tag and a group; nothing if the call is to take the general path.
+    static std::optional<BytesCall> of(PyObject* const* arguments, Py_ssize_t count, bool may_be_any) {
+        constexpr std::uint64_t bytes_channel = 0;  // `Channel.BYTES` of backends/tags.py
+        if (count != 4) return std::nullopt;
+        auto call = find_call(arguments[3], nb::none());
+        const auto view = view_data(arguments[0]);
+        const auto number = plain_uint(arguments[2]);
+        if (!call || !call->p2p.is_usable() || !view || !number || *number >> tag_bits != 0) return std::nullopt;
+        const bool is_any = may_be_any && arguments[1] == Py_None;
+        const auto peer = is_any ? any_source : call->p2p.peer(arguments[1], false);
+        if (!peer || view->count == 0 || view->count * size_of(view->dtype) > small_bytes) return std::nullopt;
+        const Tag tag = call->p2p.tag(bytes_channel, *number);
+        const int rank = call->p2p.engine_rank(*peer);
+        return BytesCall{std::move(*call), *view, rank, tag};
+    }
+};
+
+// Returns whether it was sent.
+PyObject* fast_send_bytes(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    const auto found = BytesCall::of(arguments, count, false);
+    if (!found) Py_RETURN_FALSE;
+    return PyBool_FromLong(found->call.p2p.engine->try_send(found->view.data, found->size(), found->peer, found->tag));
+}
+
+// Returns the rank that sent the message, if it has come already; else None.
+PyObject* fast_recv_bytes(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    const auto found = BytesCall::of(arguments, count, true);
+    if (!found) Py_RETURN_NONE;
+    const TensorP2P& p2p = found->call.p2p;
+    Receive receive(found->view.data, found->size(), found->peer, found->tag);
+    if (!p2p.engine->start_if_open(receive, false)) Py_RETURN_NONE;
+    if (!receive.has_ended.load()) {
+        const nb::gil_scoped_release released;
+        p2p.engine->cancel(receive);
+    }
+    p2p.engine->dispatch_events();
+    if (receive.outcome != Outcome::done) Py_RETURN_NONE;
+    return PyLong_FromLong(p2p.group_rank(receive.peer));
+}
+
 PyMethodDef p2p_functions[] = {
-    fast_method<fast_send>("fast_send"),   fast_method<fast_recv_into>("fast_recv_into"),
-    fast_method<fast_recv>("fast_recv"),   fast_method<fast_sendrecv>("fast_sendrecv"),
-    fast_method<fast_batch>("fast_batch"), {nullptr, nullptr, 0, nullptr},
+    fast_method<fast_send>("fast_send"),
+    fast_method<fast_recv_into>("fast_recv_into"),
+    fast_method<fast_recv>("fast_recv"),
+    fast_method<fast_sendrecv>("fast_sendrecv"),
+    fast_method<fast_batch>("fast_batch"),
+    fast_method<fast_send_bytes>("fast_send_bytes"),
+    fast_method<fast_recv_bytes>("fast_recv_bytes"),
+    {nullptr, nullptr, 0, nullptr},
 };
 
 }  // namespace

@@ -265,7 +265,8 @@ def sendrecv(
     what = f"sendrecv with {peer_name(dst)} and {peer_name(src)}"
     if progress.received is not None:
         wait_for(continue_send(chosen, outgoing, progress), deadline, chosen, what)
-        return progress.received if return_source else progress.received[0]
+        received: tuple[torch.Tensor, int] = progress.received
+        return received if return_source else received[0]
     receive = TensorReceive(chosen, src, tag, shape=shape, dtype=tensor.dtype)
     requests: list[Request] = [receive]
     try:
