@@ -50,12 +50,10 @@ private:
 // of 1 KiB won 0.3 us by one meeting and one of 4 KiB lost 0.5, for elements are copied once more; a scatter of 1 KiB
 // lost 0.4, for every rank reads all of them.
 constexpr std::size_t few_bytes = 512;
-// Objects need a tensor for a second meeting, which takes longer.
-constexpr std::size_t few_bytes_of_objects = 4 * 1024;
 
-std::string_view few_elements(const TensorView& tensor, std::size_t most = few_bytes) {
+std::string_view few_elements(const TensorView& tensor) {
     const std::size_t size = tensor.count * size_of(tensor.dtype);
-    return size <= most ? std::string_view(reinterpret_cast<const char*>(tensor.data), size) : std::string_view();
+    return size <= few_bytes ? std::string_view(reinterpret_cast<const char*>(tensor.data), size) : std::string_view();
 }
 
 constexpr std::int64_t most_elements = std::int64_t{1} << 47;  // as in collectives/payloads.py
@@ -223,20 +221,8 @@ void join_parts(std::byte* out, const Payloads& payloads) {
     }
 }
 
-// The joined elements of all parts, as an object of bytes and each one's size.
-PyObject* join_objects(const Payloads& payloads, const Parts& parts, bool has_result) {
-    const std::size_t total = std::accumulate(parts.rows.begin(), parts.rows.end(), std::size_t{0});
-    const nb::object joined =
-        nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(has_result ? total : 0)));
-    if (!joined.is_valid()) return nullptr;
-    if (has_result) join_parts(reinterpret_cast<std::byte*>(PyBytes_AS_STRING(joined.ptr())), payloads);
-    return nb::make_tuple(joined, as_list(parts.rows)).release().ptr();
-}
-
-// all_gather_uneven, and gather to `root`; -1 is none. Of objects, which are tensors of bytes, the result is a tuple of
-// the joined bytes, as a tensor or a bytes object, and their sizes.
-PyObject* concatenate(const OpenFastPath& path, const char* name, nb::handle tensor, nb::handle out, int root,
-                      bool is_of_objects = false) {
+// all_gather_uneven, and gather to `root`; -1 is none.
+PyObject* concatenate(const OpenFastPath& path, const char* name, nb::handle tensor, nb::handle out, int root) {
     const bool has_result = root < 0 || root == path.communicator->rank();
     const auto part = view_tensor(tensor.ptr());
     if (!part || part->shape.empty()) Py_RETURN_NONE;
@@ -251,11 +237,9 @@ PyObject* concatenate(const OpenFastPath& path, const char* name, nb::handle ten
                        .root = root,
                        .dtype = static_cast<std::uint8_t>(part->dtype)};
     Payloads payloads;
-    const std::string_view elements = few_elements(*part, is_of_objects ? few_bytes_of_objects : few_bytes);
-    if (!share_payloads(path, name, own.bytes(), elements, payloads)) return nullptr;
+    if (!share_payloads(path, name, own.bytes(), few_elements(*part), payloads)) return nullptr;
     const auto parts = parts_in(payloads, own);
     if (!parts) return as_list(payloads);
-    if (is_of_objects && parts->have_come) return join_objects(payloads, *parts, has_result);
     const std::size_t total = std::accumulate(parts->rows.begin(), parts->rows.end(), std::size_t{0});
     const nb::object result = result_of(out, tensor, has_result ? Shape::rows : Shape::nothing, total);
     if (!result.is_valid()) return parts->have_come ? nullptr : fail_after_share(path, name);
@@ -272,17 +256,13 @@ PyObject* concatenate(const OpenFastPath& path, const char* name, nb::handle ten
         return move_elements(rest.path(), operation, tensor, result, size_of_pair(*pair), counts, fact, value,
                              collective);
     };
-    PyObject* joined = nullptr;
     if (root < 0)
-        joined = move("all_gather", "dim", 0, [&](Context& context, const Deadline& deadline) {
+        return move("all_gather", "dim", 0, [&](Context& context, const Deadline& deadline) {
             all_gather(context, pair->out.data, pair->source.data, counts, pair->source.dtype, 0, deadline);
         });
-    else
-        joined = move("gather", "root", root, [&](Context& context, const Deadline& deadline) {
-            gather(context, pair->out.data, pair->source.data, counts, pair->source.dtype, root, deadline);
-        });
-    if (joined == nullptr || !is_of_objects) return joined;
-    return nb::make_tuple(nb::steal(joined), as_list(parts->rows)).release().ptr();
+    return move("gather", "root", root, [&](Context& context, const Deadline& deadline) {
+        gather(context, pair->out.data, pair->source.data, counts, pair->source.dtype, root, deadline);
+    });
 }
 
 PyObject* fast_all_gather_uneven(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -415,15 +395,107 @@ PyObject* fast_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
                          });
 }
 
-// Objects are their encoding, in a tensor of bytes. The joined encodings are empty on ranks without a result.
+// Objects come as their encoding, a bytearray that nobody else has, and leave as objects that have bytes.
+
+std::optional<std::string_view> view_object(nb::handle encoded) {
+    if (!PyByteArray_CheckExact(encoded.ptr()) || !is_plain_here()) return std::nullopt;
+    return std::string_view(PyByteArray_AS_STRING(encoded.ptr()),
+                            static_cast<std::size_t>(PyByteArray_GET_SIZE(encoded.ptr())));
+}
+
+nb::object as_bytes(std::string_view object) {
+    return nb::steal(PyBytes_FromStringAndSize(object.data(), static_cast<Py_ssize_t>(object.size())));
+}
+
+nb::object new_bytes(std::size_t size) {
+    return nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
+}
+
+std::byte* data_of(const nb::object& bytes) {
+    return reinterpret_cast<std::byte*>(PyBytes_AS_STRING(bytes.ptr()));
+}
+
+// Runs the collective that moves the bytes of objects; false with a Python error set.
+template <class Collective>
+bool move_objects(const OpenFastPath& path, const char* operation, const std::vector<std::size_t>& sizes,
+                  const char* fact, int value, const Collective& collective) {
+    try {
+        run(path, std::accumulate(sizes.begin(), sizes.end(), std::size_t{0}), collective);
+        return true;
+    } catch (...) {
+        const std::array<std::int64_t, 1> shape = {0};
+        const nb::object like = new_tensor(static_cast<std::uint8_t>(DType::uint8), shape, 0);
+        const nb::list counts = as_list(sizes);
+        const nb::object number = nb::int_(value);
+        raise_for(path, operation, like, like, {{"counts", counts.ptr()}, {fact, number.ptr()}});
+        return false;
+    }
+}
+
+// The parts of joined objects, as a tuple of views.
+PyObject* split_objects(const nb::object& joined, const std::vector<std::size_t>& sizes) {
+    const nb::object view = nb::steal(PyMemoryView_FromObject(joined.ptr()));
+    const nb::object results = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(sizes.size())));
+    if (!view.is_valid() || !results.is_valid()) return nullptr;
+    Py_ssize_t start = 0;
+    for (std::size_t r = 0; r < sizes.size(); ++r) {
+        const Py_ssize_t end = start + static_cast<Py_ssize_t>(sizes[r]);
+        PyObject* part = PySequence_GetSlice(view.ptr(), start, end);
+        if (part == nullptr) return nullptr;
+        PyTuple_SET_ITEM(results.ptr(), static_cast<Py_ssize_t>(r), part);
+        start = end;
+    }
+    return results.inc_ref().ptr();
+}
+
+// all_gather_object, and gather_object to a root that is not None. The result is a tuple of all encodings, which is
+// empty on ranks without a result.
 PyObject* fast_gather_object(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_NONE;
+    const auto object = view_object(arguments[0]);
     const auto path = find_fast_path(arguments[2], arguments[3]);
     const bool has_root = arguments[1] != Py_None;
     const int root = index_of(arguments[1]);
-    if (!path || (has_root && (root < 0 || root >= path->communicator->num_ranks()))) Py_RETURN_NONE;
+    if (!object || !path || (has_root && (root < 0 || root >= path->communicator->num_ranks()))) Py_RETURN_NONE;
+    const PartHead own{.size = static_cast<std::int64_t>(object->size()),
+                       .row = 1,
+                       .num_dims = 1,
+                       .root = root,
+                       .dtype = static_cast<std::uint8_t>(DType::uint8)};
     const char* const name = has_root ? "gather_object" : "all_gather_object";
-    return concatenate(*path, name, arguments[0], nb::none(), root, true);
+    const Rest rest(*path);
+    Payloads payloads;
+    if (!share_payloads(*path, name, own.bytes(), *object, payloads)) return nullptr;
+    const auto parts = parts_in(payloads, own);
+    if (!parts) return as_list(payloads);
+    const bool has_result = !has_root || root == path->communicator->rank();
+    if (!parts->have_come) {
+        const std::vector<std::size_t>& sizes = parts->rows;
+        const std::size_t total = std::accumulate(sizes.begin(), sizes.end(), std::size_t{0});
+        const nb::object joined = new_bytes(has_result ? total : 0);
+        if (!joined.is_valid()) return fail_after_share(*path, name);
+        std::byte* const out = has_result ? data_of(joined) : nullptr;
+        const auto* source = reinterpret_cast<const std::byte*>(object->data());
+        const auto join = [&](Context& context, const Deadline& deadline) {
+            if (has_root)
+                gather(context, out, source, sizes, DType::uint8, root, deadline);
+            else
+                all_gather(context, out, source, sizes, DType::uint8, 0, deadline);
+        };
+        if (!move_objects(rest.path(), has_root ? "gather" : "all_gather", sizes, has_root ? "root" : "dim",
+                          has_root ? root : 0, join))
+            return nullptr;
+        return split_objects(joined, has_result ? sizes : std::vector<std::size_t>());
+    }
+    const std::size_t num_results = has_result ? payloads.size() : 0;
+    const nb::object results = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(num_results)));
+    if (!results.is_valid()) return nullptr;
+    for (std::size_t r = 0; r < num_results; ++r) {
+        nb::object each = as_bytes(payloads[r].substr(sizeof own));
+        if (!each.is_valid()) return nullptr;
+        PyTuple_SET_ITEM(results.ptr(), static_cast<Py_ssize_t>(r), each.release().ptr());
+    }
+    return results.inc_ref().ptr();
 }
 
 // The root's sizes in the payloads of broadcast_object and scatter_object, `number` of them, if they are those of calls
@@ -443,61 +515,52 @@ std::vector<std::size_t> root_sizes_in(const Payloads& payloads, std::int32_t ro
     return {sizes.begin(), sizes.end()};
 }
 
-// broadcast_object, or scatter_object with a size for each rank. The root passes a tensor of bytes and the sizes of the
-// objects in it; the others None and as many sizes, which are not read. The result is this rank's object, as a tensor
-// of bytes or a bytes object.
+// broadcast_object, or scatter_object with a size for each rank. The root passes the objects' joined encodings and
+// their sizes; the others None and as many sizes, which are not read. The result is the encoding of this rank's object.
 PyObject* fast_object_from_root(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 6) Py_RETURN_NONE;
-    const nb::handle encoded = arguments[0];
     const bool is_scatter = arguments[2] == Py_True;
     const auto path = find_fast_path(arguments[4], arguments[5]);
     const std::int32_t root = index_of(arguments[3]);
-    if (!path || root < 0 || root >= path->communicator->num_ranks()) Py_RETURN_NONE;
+    if (!path || root < 0 || root >= path->communicator->num_ranks() || !is_plain_here()) Py_RETURN_NONE;
     const int own_rank = path->communicator->rank();
     const bool is_root = own_rank == root;
-    const auto whole = is_root ? view_tensor(encoded.ptr()) : std::nullopt;
-    if (is_root && !whole) Py_RETURN_NONE;
-    const std::byte* const source = whole ? whole->data : nullptr;
-    const std::size_t source_bytes = whole ? whole->count : 0;
-    std::vector<std::int64_t> sizes;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(arguments[1]); ++i)
-        sizes.push_back(PyLong_AsLongLong(PyList_GET_ITEM(arguments[1], i)));
+    const auto objects = is_root ? view_object(arguments[0]) : std::string_view();
+    if (!objects) Py_RETURN_NONE;
+    const auto num_sizes = static_cast<std::size_t>(PyList_GET_SIZE(arguments[1]));
     std::string own(reinterpret_cast<const char*>(&root), sizeof root);
-    if (is_root) own.append(reinterpret_cast<const char*>(sizes.data()), sizes.size() * sizeof sizes[0]);
+    for (std::size_t i = 0; is_root && i < num_sizes; ++i) {
+        const std::int64_t size = PyLong_AsLongLong(PyList_GET_ITEM(arguments[1], static_cast<Py_ssize_t>(i)));
+        own.append(reinterpret_cast<const char*>(&size), sizeof size);
+    }
     const char* const name = is_scatter ? "scatter_object" : "broadcast_object";
     const Rest rest(*path);
     Payloads payloads;
-    const std::string_view objects = whole ? few_elements(*whole, few_bytes_of_objects) : std::string_view();
-    if (!share_payloads(*path, name, own, objects, payloads)) return nullptr;
-    const std::vector<std::size_t> counts = root_sizes_in(payloads, root, sizes.size());
-    if (counts.empty()) return as_list(payloads);
-    const std::size_t part_index = is_scatter ? static_cast<std::size_t>(own_rank) : 0;
-    const std::size_t size = counts[part_index];
+    if (!share_payloads(*path, name, own, *objects, payloads)) return nullptr;
+    const std::vector<std::size_t> sizes = root_sizes_in(payloads, root, num_sizes);
     const std::string_view sent = payloads[static_cast<std::size_t>(root)];
-    const std::string_view come = sent.substr(sizeof root + sizes.size() * sizeof sizes[0]);
-    if (!come.empty()) {
-        const nb::object part = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
-        if (!part.is_valid()) return nullptr;
-        copy_part(reinterpret_cast<std::byte*>(PyBytes_AS_STRING(part.ptr())), come, counts, part_index, 1);
-        return part.inc_ref().ptr();
+    const std::size_t head_bytes = sizeof root + num_sizes * sizeof(std::int64_t);
+    if (sizes.empty()) return as_list(payloads);
+    const std::size_t part = is_scatter ? static_cast<std::size_t>(own_rank) : 0;
+    if (sent.size() == head_bytes) {
+        const bool is_kept = is_root && !is_scatter;  // the root's own, of a broadcast
+        const nb::object result = is_kept ? nb::borrow(arguments[0]) : new_bytes(sizes[part]);
+        if (!result.is_valid()) return fail_after_share(*path, name);
+        const auto* source = reinterpret_cast<const std::byte*>(objects->data());
+        const auto move = [&](Context& context, const Deadline& deadline) {
+            std::byte* const out =
+                is_kept ? reinterpret_cast<std::byte*>(PyByteArray_AS_STRING(result.ptr())) : data_of(result);
+            if (is_scatter)
+                scatter(context, out, source, sizes, DType::uint8, root, deadline);
+            else
+                broadcast(context, out, out, sizes[0], DType::uint8, root, deadline);
+        };
+        if (!move_objects(rest.path(), is_scatter ? "scatter" : "broadcast", sizes, "root", root, move)) return nullptr;
+        return result.inc_ref().ptr();
     }
-    const std::array<std::int64_t, 1> shape = {static_cast<std::int64_t>(size)};
-    const nb::object result =
-        is_root && !is_scatter ? nb::borrow(encoded) : new_tensor(static_cast<std::uint8_t>(DType::uint8), shape, size);
-    if (!result.is_valid()) return fail_after_share(*path, name);
-    const auto view = view_tensor(result.ptr());
-    if (!view) return as_list(payloads);
-    const auto move = [&](const char* operation, const auto& collective) {
-        return move_elements(rest.path(), operation, is_root ? encoded : result, result,
-                             std::max(view->count, source_bytes), counts, "root", root, collective);
-    };
-    if (!is_scatter)
-        return move("broadcast", [&](Context& context, const Deadline& deadline) {
-            broadcast(context, view->data, view->data, view->count, DType::uint8, root, deadline);
-        });
-    return move("scatter", [&](Context& context, const Deadline& deadline) {
-        scatter(context, view->data, source, counts, DType::uint8, root, deadline);
-    });
+    const auto before = std::span(sizes).first(part);
+    const std::size_t start = std::accumulate(before.begin(), before.end(), head_bytes);
+    return as_bytes(sent.substr(start, sizes[part])).release().ptr();
 }
 
 }  // namespace

@@ -132,11 +132,6 @@ std::optional<DType> dtype_of(DataType type) {
     }
 }
 
-// Whether plain views are valid in this context; false, too, before the interface is loaded.
-bool is_plain_here() {
-    return interface != nullptr && !may_have_tangents() && !may_be_traced();
-}
-
 // Whether autograd tracks it.
 bool needs_grad(PyObject* object) {
     return is_true(requires_grad->get(object, requires_grad->closure));
@@ -200,6 +195,10 @@ bool load_tensor_interface(PyObject* plain, PyObject* parameter, PyObject* incre
     current_level = PyUnicode_InternFromString("_current_level");
     has_mode = PyUnicode_InternFromString("_is_in_torch_dispatch_mode");
     return true;
+}
+
+bool is_plain_here() {
+    return interface != nullptr && !may_have_tangents() && !may_be_traced();
 }
 
 std::optional<TensorView> view_tensor(PyObject* object) {

@@ -27,6 +27,9 @@ struct TensorView {
 // too; other subclasses may store their elements elsewhere. `increment_version` is torch's function of that name.
 bool load_tensor_interface(PyObject* tensor_type, PyObject* parameter_type, PyObject* increment_version);
 
+// Whether tensors may be plain in this context: not where they may have forward-mode tangents, or be traced (make_fx).
+bool is_plain_here();
+
 // The view of a tensor, or nothing if the fast path does not apply: the tensor is not plain, requires grad, is not
 // contiguous or not on the CPU, has no memory (inside a functorch transform), has a dtype that collectives do not
 // support, is lazily negated, or may have a forward-mode tangent or be traced (make_fx); or there is no interface.

@@ -23,7 +23,7 @@ from ferrodist.backends.native.binding import ReportingModule, compiled, is_nati
 from ferrodist.backends.process_group import find_group
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.collectives.work import collector
-from ferrodist.wording import with_article
+from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,6 +82,8 @@ def report(name: str, arguments: tuple[Any, ...], result: Any) -> None:
         return  # the eager function reports the call
     is_general = result is None or result is False or (type(result) is list and name in _SHARING)
     tensors = ", ".join(f"{dtype_name(each.dtype)}{list(each.shape)}" for each in _tensors_in(arguments[:1]))
+    if isinstance(arguments[0], bytearray):
+        tensors = counted(len(arguments[0]), "byte")
     line = f"{_public_name(name, arguments)}({tensors}): "
     if isinstance(result, BaseException):
         line += f"fast path, raised {type(result).__name__}"

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import struct
+import time
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain
@@ -47,6 +48,7 @@ from ferrodist.collectives.reduce import broadcast
 from ferrodist.collectives.work import execute, refuse_in_coalesce
 from ferrodist.deadline import Deadline
 from ferrodist.errors import ProtocolError
+from ferrodist.torch_private.modes import functorch_level
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
@@ -120,15 +122,16 @@ def all_gather_object(
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     chosen, limit = group_and_timeout(group, timeout)
-    encoded = _encode(value, allow_pickle)
-    deadline = Deadline(limit)
-    found = compiled.fast_gather_object(encoded, None, chosen, limit)
+    encoded = _to_bytes(value, allow_pickle)
+    began = time.monotonic()
+    found = compiled.fast_gather_object(encoded, None, chosen, limit) if functorch_level() is None else None
     if type(found) is tuple:
-        joined, sizes = found
-    else:
-        sizes, joined = share_parts("all_gather_object", encoded, 0, chosen, limit, payloads=found)
-        if joined is None:
-            joined = all_gather_with_sizes(encoded, sizes, dim=0, group=chosen, timeout=deadline.remaining())
+        return _decode_all(dict(enumerate(found)), allow_pickle, chosen)
+    tensor, deadline = _checked(encoded), Deadline(limit, elapsed=time.monotonic() - began)
+    sizes, parts = share_parts("all_gather_object", tensor, 0, chosen, limit, payloads=found)
+    if parts is not None:
+        return _decode_all(dict(enumerate(parts)), allow_pickle, chosen)
+    joined = all_gather_with_sizes(tensor, sizes, dim=0, group=chosen, timeout=deadline.remaining())
     return _decode_all(_by_rank(joined, sizes), allow_pickle, chosen)
 
 
@@ -148,19 +151,18 @@ def broadcast_object(
     """
     chosen, limit = group_and_timeout(group, timeout)
     root = check_root(chosen, root, "root")
-    encoded = _checked(_to_bytes(value, allow_pickle) if chosen.rank == root else None)
-    deadline = Deadline(limit)
-    sizes = [encoded.numel()]
-    received = compiled.fast_object_from_root(encoded, sizes, False, root, chosen, limit)
-    if received is None or isinstance(received, list):
-        (size,), received = _sizes_of_root(
-            "broadcast_object", sizes, encoded, root, chosen, deadline, payloads=received
-        )
-        if received is None:
+    encoded = _to_bytes(value, allow_pickle) if chosen.rank == root else None
+    sizes = [len(encoded or b"")]
+    began = time.monotonic()
+    found = _fast_from_root(encoded, sizes, False, root, chosen, limit)
+    if found is None or type(found) is list:
+        tensor, deadline = _checked(encoded), Deadline(limit, elapsed=time.monotonic() - began)
+        (size,), found = _sizes_of_root("broadcast_object", sizes, tensor, root, chosen, deadline, payloads=found)
+        if found is None:
             if chosen.rank != root:
-                encoded = prepare_out(None, (size,), torch.uint8).flat
-            received = broadcast(encoded, root, group=chosen, timeout=deadline.remaining())
-    return _decode_all({root: _view(received)}, allow_pickle, chosen)[0]
+                tensor = prepare_out(None, (size,), torch.uint8).flat
+            found = broadcast(tensor, root, group=chosen, timeout=deadline.remaining())
+    return _decode_all({root: _view(found)}, allow_pickle, chosen)[0]
 
 
 @profiled
@@ -174,16 +176,16 @@ def gather_object(
     """
     chosen, limit = group_and_timeout(group, timeout)
     dst = check_root(chosen, dst, "dst")
-    encoded = _encode(value, allow_pickle)
-    deadline = Deadline(limit)
-    found = compiled.fast_gather_object(encoded, dst, chosen, limit)
+    encoded = _to_bytes(value, allow_pickle)
+    began = time.monotonic()
+    found = compiled.fast_gather_object(encoded, dst, chosen, limit) if functorch_level() is None else None
     if type(found) is tuple:
-        joined, sizes = found
-    else:
-        sizes, joined = share_parts("gather_object", encoded, 0, chosen, limit, root=dst, payloads=found)
-        if joined is None:
-            call = gather_call(encoded, sizes, dst, dim=0, group=chosen, timeout=deadline.remaining())
-            joined = execute(call)
+        return _decode_all(dict(enumerate(found)), allow_pickle, chosen) if found else None
+    tensor, deadline = _checked(encoded), Deadline(limit, elapsed=time.monotonic() - began)
+    sizes, parts = share_parts("gather_object", tensor, 0, chosen, limit, root=dst, payloads=found)
+    if parts is not None:
+        return _decode_all(dict(enumerate(parts)), allow_pickle, chosen) if chosen.rank == dst else None
+    joined = execute(gather_call(tensor, sizes, dst, dim=0, group=chosen, timeout=deadline.remaining()))
     if chosen.rank != dst:
         return None
     return _decode_all(_by_rank(joined, sizes), allow_pickle, chosen)
@@ -215,23 +217,24 @@ def scatter_object(
             raise ValueError(f"rank {src} scatters: pass one object for each rank there, {chosen.world_size} in all")
         objects = [_to_bytes(value, allow_pickle) for value in given]
         sizes = [len(each) for each in objects]
-    whole = _checked(None if objects is None else bytearray().join(objects))
-    deadline = Deadline(limit)
-    part = None
+    encoded = None if objects is None else bytearray().join(objects)
+    began = time.monotonic()
+    found = None
     if _fit_in_payload(sizes, chosen):
-        part = compiled.fast_object_from_root(whole, sizes, True, src, chosen, limit)
-    if part is None or isinstance(part, list):
+        found = _fast_from_root(encoded, sizes, True, src, chosen, limit)
+    if found is None or type(found) is list:
+        tensor, deadline = _checked(encoded), Deadline(limit, elapsed=time.monotonic() - began)
         counts, joined = _sizes_of_root(
-            "scatter_object", sizes, whole, src, chosen, deadline, root_name="src", payloads=part
+            "scatter_object", sizes, tensor, src, chosen, deadline, root_name="src", payloads=found
         )
         if joined is not None:
-            part = _by_rank(joined, counts)[chosen.rank]
+            found = _by_rank(joined, counts)[chosen.rank]
         else:
             mine = prepare_out(None, (counts[chosen.rank],), torch.uint8)
-            source = None if objects is None else whole
+            source = None if objects is None else tensor
             call = scatter_call(source, mine, counts, src, dim=0, group=chosen, timeout=deadline.remaining())
-            part = execute(call)
-    return _decode_all({src: _view(part)}, allow_pickle, chosen)[0]
+            found = execute(call)
+    return _decode_all({src: _view(found)}, allow_pickle, chosen)[0]
 
 
 @profiled
@@ -298,6 +301,11 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_replace)
 _decoder = msgspec.msgpack.Decoder()
 
 _ROOT = struct.Struct("<i")
+
+
+def _fast_from_root(*arguments: Any) -> Any:
+    """`fast_object_from_root` of the compiled module, outside of functorch's transforms, which refuse objects."""
+    return compiled.fast_object_from_root(*arguments) if functorch_level() is None else None
 
 
 def _fit_in_payload(sizes: Sequence[int], group: Backend) -> bool:
@@ -389,12 +397,8 @@ def _view(data: torch.Tensor | bytes | memoryview) -> memoryview:
     return data.numpy().data if isinstance(data, torch.Tensor) else memoryview(data)
 
 
-def _by_rank(
-    joined: torch.Tensor | bytes | memoryview | list[memoryview], sizes: Sequence[int]
-) -> dict[int, memoryview]:
-    """The encoded object of each rank; ``joined`` may be a list of them."""
-    if isinstance(joined, list):
-        return dict(enumerate(joined))
+def _by_rank(joined: torch.Tensor | memoryview, sizes: Sequence[int]) -> dict[int, memoryview]:
+    """The encoded object of each rank."""
     view, start, parts = _view(joined), 0, {}
     for rank, size in enumerate(sizes):
         parts[rank] = view[start : start + size]
@@ -402,7 +406,7 @@ def _by_rank(
     return parts
 
 
-def _decode_all(parts: Mapping[int, memoryview], allow_pickle: bool, group: Backend) -> list[Any]:  # noqa: FBT001
+def _decode_all(parts: Mapping[int, bytes | memoryview], allow_pickle: bool, group: Backend) -> list[Any]:  # noqa: FBT001
     """Decode the objects of a collective, by sender; aborts the group on failure, for other ranks may go on."""
     values = []
     for sender, load in {rank: _loader(part, allow_pickle) for rank, part in parts.items()}.items():
@@ -418,7 +422,7 @@ def _decode_all(parts: Mapping[int, memoryview], allow_pickle: bool, group: Back
     return values
 
 
-def _loader(data: memoryview, allow_pickle: bool) -> Callable[[], Any]:  # noqa: FBT001 - the user's keyword
+def _loader(data: bytes | memoryview, allow_pickle: bool) -> Callable[[], Any]:  # noqa: FBT001 - the user's keyword
     """Return the function that decodes an object; raises unless this rank may decode it."""
     codec, content = data[:1], data[1:]
     if codec == _MSGPACK:

@@ -96,7 +96,7 @@ def test_each_call_says_its_path_and_why():
         f"all_gather(float32[4, 4]): general path: {unusual}",
         "broadcast(complex64[2]): general path: a tensor is complex64",
         "async_allreduce(float32[2]): fast path",
-        "all_gather_object(uint8[2]): fast path",
+        "all_gather_object(2 bytes): fast path",
         "all_to_all(float32[1]): fast path",
         "async_allreduce(float32[3]): general path: it is inside coalesce()",
         "gather(float32[1]): fast path",
