@@ -26,6 +26,7 @@ from ferrodist.collectives.call_log import reported, start_log
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.work import PendingCollective, collector
 from ferrodist.deadline import check_timeout
+from ferrodist.torch_private.autograd import increment_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,13 +121,13 @@ def _like(tensor: torch.Tensor, _num_ranks: int = 0) -> torch.Tensor | None:
 def _gathered(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor | None:
     if not _is_plain(tensor) or not tensor.dim():
         return None
-    return tensor.new_empty((num_ranks * tensor.shape[0], *tensor.shape[1:]))
+    return tensor.new_empty(num_ranks * tensor.shape[0], *tensor.shape[1:])  # torch takes a tuple more slowly
 
 
 def _scattered(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor | None:
     if not _is_plain(tensor) or not tensor.dim() or tensor.shape[0] % num_ranks:
         return None
-    return tensor.new_empty((tensor.shape[0] // num_ranks, *tensor.shape[1:]))
+    return tensor.new_empty(tensor.shape[0] // num_ranks, *tensor.shape[1:])
 
 
 def _new(dtype_index: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -179,10 +180,9 @@ class _NativeWork(PendingCollective[Any]):
             raise self._still_running(timeout or 0.0)
         if not self._has_result:
             self._has_result = True
-            if (
-                out is not None and not out.is_inference()
-            ):  # the engine wrote raw memory: something may have saved it for a backward
-                torch.autograd.graph.increment_version(out)
+            # The engine wrote raw memory: something may have saved it for a backward.
+            if out is not None and not out.is_inference():
+                increment_version((out,))
         return out
 
 
