@@ -544,12 +544,16 @@ PyObject* fast_object_from_root(PyObject*, PyObject* const* arguments, Py_ssize_
     const std::size_t part = is_scatter ? static_cast<std::size_t>(own_rank) : 0;
     if (sent.size() == head_bytes) {
         const bool is_kept = is_root && !is_scatter;  // the root's own, of a broadcast
-        const nb::object result = is_kept ? nb::borrow(arguments[0]) : new_bytes(sizes[part]);
+        const std::array<std::int64_t, 1> shape = {static_cast<std::int64_t>(sizes[part])};
+        const nb::object result =
+            is_kept ? nb::borrow(arguments[0])
+                    : new_tensor(static_cast<std::uint8_t>(DType::uint8), shape, sizes[part]);
         if (!result.is_valid()) return fail_after_share(*path, name);
+        const auto view = is_kept ? std::nullopt : view_tensor(result.ptr());
+        if (!is_kept && !view) return as_list(payloads);
+        std::byte* const out = is_kept ? reinterpret_cast<std::byte*>(PyByteArray_AS_STRING(result.ptr())) : view->data;
         const auto* source = reinterpret_cast<const std::byte*>(objects->data());
         const auto move = [&](Context& context, const Deadline& deadline) {
-            std::byte* const out =
-                is_kept ? reinterpret_cast<std::byte*>(PyByteArray_AS_STRING(result.ptr())) : data_of(result);
             if (is_scatter)
                 scatter(context, out, source, sizes, DType::uint8, root, deadline);
             else
