@@ -42,6 +42,18 @@ constexpr std::size_t max_dims = 12;
 constexpr std::size_t inline_limit = 16 * 1024;
 constexpr std::size_t local_inline_limit = 2 * 1024;
 
+// A payload that a thread of the host waits for is faster read in place (`Send::prefers_offer`), if it has this size.
+// Before a smaller one than `EAGER_LIMIT` is sent at once instead, its receiver has as long as two such copies take.
+constexpr std::size_t least_offered = 32 * 1024;
+
+double seconds_offered(std::size_t size) {
+    return 5e-6 + static_cast<double>(size) / 8e9;
+}
+
+bool is_offered(const P2PEngine& engine, std::size_t size, int peer, const Deadline& deadline) {
+    return size >= least_offered && engine.shares_memory_with(peer) && deadline.seconds() > seconds_offered(size);
+}
+
 // A tensor's header: field for field `TensorHeader` of collectives/tensor_protocol.py.
 struct [[gnu::packed]] TensorHeader {
     std::uint64_t payload_id;
@@ -142,17 +154,34 @@ std::exception_ptr await_end(const TensorP2P& self, SomeTransfer& transfer, cons
     return interruption;
 }
 
+// Waits a little for a message to be taken that its sender need not offer, and then sends it at once.
+std::exception_ptr await_taken(const TensorP2P& self, Send& send) {
+    P2PEngine& engine = *self.engine;
+    if (send.has_ended.load() || send.size > engine.settings().eager_bytes || !send.prefers_offer) return nullptr;
+    try {
+        const GilRelease released;
+        if (!engine.wait(send, seconds_offered(send.size))) engine.send_now(send);
+    } catch (...) {
+        const nb::gil_scoped_release released;
+        engine.cancel(send);
+        return std::current_exception();
+    }
+    return nullptr;
+}
+
 // Sends a message; false if it was not sent, and will not be.
 bool send_message(const TensorP2P& self, const std::byte* data, std::size_t size, int peer, const Tag& tag,
                   const Deadline& deadline, std::exception_ptr& interruption) {
     P2PEngine& engine = *self.engine;
     if (size <= sizeof(FirstMessage) && engine.try_send(data, size, peer, tag)) return true;
     Send send(data, size, peer, tag);
+    send.prefers_offer = is_offered(engine, size, peer, deadline);
     {
         const nb::gil_scoped_release released;
         if (!engine.start_if_open(send)) return false;
     }
-    interruption = await_end(self, send, deadline);
+    interruption = await_taken(self, send);
+    if (!interruption) interruption = await_end(self, send, deadline);
     return send.outcome == Outcome::done;
 }
 
@@ -339,8 +368,11 @@ nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, co
 // Cancels a send of an exchange that is left before its end.
 class ExchangedSend {
 public:
-    ExchangedSend(P2PEngine& engine, const std::byte* data, std::size_t size, int dst, const Tag& tag)
-        : engine_(engine), send_(data, size, dst, tag) {}
+    ExchangedSend(P2PEngine& engine, const std::byte* data, std::size_t size, int dst, const Tag& tag,
+                  const Deadline& deadline)
+        : engine_(engine), send_(data, size, dst, tag) {
+        send_.prefers_offer = is_offered(engine, size, dst, deadline);
+    }
     ExchangedSend(const ExchangedSend&) = delete;
     ExchangedSend& operator=(const ExchangedSend&) = delete;
     ~ExchangedSend() { cancel(); }
@@ -356,7 +388,9 @@ public:
         engine_.cancel(send_);
     }
     std::exception_ptr await(const TensorP2P& self, const Deadline& deadline) {
-        return has_started_ ? await_end(self, send_, deadline) : nullptr;
+        if (!has_started_) return nullptr;
+        if (auto interruption = await_taken(self, send_)) return interruption;
+        return await_end(self, send_, deadline);
     }
     [[nodiscard]] bool is_done() const { return has_ended() && send_.outcome == Outcome::done; }
     // Whether it has ended in another way: it will not be sent.
@@ -378,9 +412,10 @@ nb::object exchange(const TensorP2P& self, nb::handle tensor, nb::handle dst, nb
     Outgoing outgoing;
     if (!limit || !self.peer(src, true) || !outgoing.write(self, tensor, dst, tag, payload_ids)) return not_started();
     const Deadline deadline(*limit);
-    ExchangedSend first(*self.engine, outgoing.first.bytes, outgoing.first_size, outgoing.dst_rank, outgoing.tag);
+    ExchangedSend first(*self.engine, outgoing.first.bytes, outgoing.first_size, outgoing.dst_rank, outgoing.tag,
+                        deadline);
     ExchangedSend payload(*self.engine, outgoing.view.data, outgoing.size, outgoing.dst_rank,
-                          self.tag(payload_channel, outgoing.payload_number));
+                          self.tag(payload_channel, outgoing.payload_number), deadline);
     bool has_started = false;
     {
         const nb::gil_scoped_release released;

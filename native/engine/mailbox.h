@@ -76,7 +76,7 @@ public:
     void add_listener(Transfer& transfer) noexcept;
 
     // Results of the calls above, for the owner to collect.
-    std::vector<std::shared_ptr<Message>> granted;  // offered messages whose data may be sent now
+    std::vector<std::shared_ptr<Message>> wanted;   // offered messages that a receive has been matched with
     std::size_t num_ended = 0;                      // number of all transfers that have ended
     [[nodiscard]] bool has_ended_watched() const noexcept { return first_ended_ != nullptr; }
     // Watched transfers that have ended, in order.
