@@ -229,10 +229,10 @@ private:
     std::atomic<bool> is_open_{true};
     std::atomic<bool> is_abandoned_{false};
     std::atomic<bool> has_events_{false};
-    std::atomic<bool> has_work_{false};      // for ranks of this host, see `Peer::has_work`
-    std::atomic<bool> is_ticking_{true};     // the progress thread polls within a millisecond
-    std::atomic<int> num_waiters_{0};        // partner of `is_ticking_`: either thread sees the other's store
-    std::atomic<int> num_asleep_{0};         // how many of the waiters sleep
+    std::atomic<bool> has_work_{false};   // for ranks of this host, see `Peer::has_work`
+    std::atomic<bool> is_ticking_{true};  // the progress thread polls within a millisecond
+    std::atomic<int> num_waiters_{0};     // partner of `is_ticking_`: either thread sees the other's store
+    std::atomic<int> num_asleep_{0};      // how many of the waiters sleep
     bool is_closed_ = false;
     std::unique_ptr<std::thread> progress_thread_;
     std::unique_ptr<std::thread> poll_thread_;  // see [Note: who watches connections]

@@ -83,7 +83,8 @@ bool P2PEngine::spin(const Transfer& transfer, const Deadline& deadline) {
         const Guard guard(*this, false);
         if (num_asleep_.load() == 0) poller_->disarm();  // a thread that goes to sleep now arms it under the lock
     }
-    const auto longest = std::min(spin_time_, std::chrono::duration_cast<std::chrono::microseconds>(deadline.remaining()));
+    const auto longest =
+        std::min(spin_time_, std::chrono::duration_cast<std::chrono::microseconds>(deadline.remaining()));
     Spin spin(contention_, longest, settings_.is_oversubscribed ? Spin::oversubscribed : Spin::on_rings);
     for (int num_polls = 1;; ++num_polls) {
         if (transfer.has_ended.load()) return true;

@@ -150,8 +150,8 @@ void unreadable_messages_come_through_the_ring() {
     auto process = shm::ProcessRecord::own();
     ++process.nonce;  // as of another process with this id
     const MessageMemory memory{.process = process, .address = reinterpret_cast<std::uintptr_t>(bytes.data())};
-    Frame frame{.kind = FrameType::offer, .length = sizeof memory, .message = 4, .tag = tag.number,
-                .size = bytes.size()};
+    Frame frame{
+        .kind = FrameType::offer, .length = sizeof memory, .message = 4, .tag = tag.number, .size = bytes.size()};
     writer.write(frame, reinterpret_cast<const std::byte*>(&memory));
     Receive receive(into.data(), into.size(), 0, tag);
     group[1]->start(receive);

@@ -19,9 +19,7 @@ using namespace ferrodist;
 
 namespace {
 
-
 constexpr std::uint64_t num_tags = 4;
-
 
 // The content of message `number` with a tag from one rank to another.
 Bytes content(int from, int to, std::uint64_t tag, std::uint64_t number, std::uint64_t seed) {

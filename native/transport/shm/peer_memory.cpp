@@ -57,7 +57,8 @@ int read_process(const ProcessRecord& process, std::byte* out, std::uint64_t add
     const std::array<iovec, 2> from{remote(address, size), remote(process.address, sizeof nonce)};
     ssize_t count = -1;
     do {
-        count = ::process_vm_readv(static_cast<pid_t>(process.process), to.data(), to.size(), from.data(), from.size(), 0);
+        count =
+            ::process_vm_readv(static_cast<pid_t>(process.process), to.data(), to.size(), from.data(), from.size(), 0);
     } while (count < 0 && errno == EINTR);
     if (count < 0) return errno;
     if (static_cast<std::size_t>(count) != size + sizeof nonce) return EFAULT;
