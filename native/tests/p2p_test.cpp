@@ -1,5 +1,5 @@
-// A stress test of the P2P engine: random messages from a seed, between ranks that are threads. Sizes on both sides of each limit, tags, any source, cancelled
-// transfers, receives into longer buffers, several threads per rank.
+// A stress test of the P2P engine: random messages from a seed, between ranks that are threads. Sizes on both sides of
+// each limit, tags, any source, cancelled transfers, receives into longer buffers, several threads per rank.
 //
 //   p2p_test [number of messages a rank sends] [seed]
 #include <algorithm>
