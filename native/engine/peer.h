@@ -2,10 +2,10 @@
 //
 // [Note: frames]
 // A message of up to `eager_bytes` is written at once, in one frame or several (eager protocol). A larger one is
-// offered (rendezvous protocol). On one host the receiver reads an offered message in the sender's memory, and says that
-// it has taken it. Or it grants the message, and the bytes follow, straight from the sender's buffer into
-// the channel and from there into the receiver's. The sender can cancel a message until it is taken, or its last frame
-// is begun: after that it arrives, from a copy of its unwritten bytes.
+// offered (rendezvous protocol). On one host its receiver may read it in the sender's memory, and then says that it has
+// taken it. Otherwise it grants the message, and the bytes follow, straight from the sender's buffer into the channel
+// and from there into the receiver's. The sender can cancel a message until it is taken, or until its last frame is
+// begun: after that it arrives, from a copy of its unwritten bytes.
 #pragma once
 
 #include <chrono>
