@@ -68,6 +68,11 @@ struct OpenFastPath {
     [[nodiscard]] std::size_t num_ranks() const { return static_cast<std::size_t>(communicator->num_ranks()); }
 };
 
+// A call's group: the default group for None, which may be None. Null if it is to be found by the general path.
+nb::object find_group(nb::handle group);
+// The `FastPath` of backends/base.py of a group; null if it has none.
+nb::object fast_path_of(nb::handle group);
+
 // The fast path of a group, or of the default group for None; nothing if the call is to take the general path.
 std::optional<OpenFastPath> find_fast_path(nb::handle group, nb::handle timeout = nb::none());
 
@@ -82,6 +87,9 @@ std::vector<std::size_t> counts_of(nb::handle counts, const Communicator& commun
 nb::object result_of(nb::handle out, nb::handle tensor, Shape shape, std::size_t number = 0);
 // A new tensor of `shape` but for its first size, `rows`; null on an error.
 nb::object new_tensor(std::uint8_t dtype, std::span<const std::int64_t> shape, std::size_t rows);
+
+// A new tensor of the shape and dtype of a plain tensor; null on an error.
+nb::object new_like(nb::handle tensor);
 
 using Fact = std::pair<const char*, PyObject*>;  // an argument of a call, for the error message
 

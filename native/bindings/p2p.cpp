@@ -11,6 +11,7 @@
 #include "bindings/gil_release.h"
 #include "bindings/listener.h"
 #include "bindings/p2p_arguments.h"
+#include "bindings/fast_p2p.h"
 #include "bindings/tensor_p2p.h"
 #include "bindings/completion_listener.h"
 #include "engine/p2p_engine.h"
@@ -334,6 +335,7 @@ void bind_p2p(nb::module_& m) {
 
     bind_listener(m);
     bind_tensor_p2p(m);
+    bind_fast_p2p(m);
 }
 
 }  // namespace ferrodist

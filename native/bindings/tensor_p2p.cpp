@@ -1,116 +1,22 @@
-// Fast path of point-to-point tensors: sends and receives their messages without Python between;
-// `collectives/tensor_protocol.py` describes the protocol.
-//
-// A call that does not complete normally returns how far it has got, with no active transfer, and the general path goes
-// on from there: it raises all errors, and cleans up after interrupted calls.
+// The messages of point-to-point tensors on the fast path; `collectives/tensor_protocol.py` describes the protocol.
 #include "bindings/tensor_p2p.h"
 
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
-#include <array>
-#include <atomic>
 #include <cstring>
 #include <exception>
 #include <functional>
-#include <memory>
-#include <optional>
-#include <vector>
 
 #include "base/deadline.h"
-#include "bindings/p2p_arguments.h"
-#include "bindings/tensor.h"
-
-namespace nb = nanobind;
-using namespace nb::literals;
+#include "bindings/fast_call.h"
+#include "bindings/tensor_messages.h"
 
 namespace ferrodist {
 
+using namespace nanobind::literals;
+
 namespace {
-
-// Constants of backends/tags.py.
-constexpr unsigned number_bits = 56;
-constexpr std::uint64_t tensor_channel = 4;
-constexpr std::uint64_t payload_channel = 5;
-
-constexpr std::size_t max_dims = 12;
-
-// Elements of up to `inline_limit` bytes may follow the header in one message; `INLINE_LIMIT` of backends/mailbox.py.
-// Between hosts a second message takes 3 us. Through shared memory it takes 0.16 us, as long as copying 3 KiB twice: so
-// there only smaller elements are inline.
-constexpr std::size_t inline_limit = 16 * 1024;
-constexpr std::size_t local_inline_limit = 2 * 1024;
-
-// A payload that a thread of the host waits for is faster read in place (`Send::prefers_offer`), if it has this size.
-// Before a smaller one than `EAGER_LIMIT` is sent at once instead, its receiver has as long as two such copies take.
-constexpr std::size_t least_offered = 32 * 1024;
-
-double seconds_offered(std::size_t size) {
-    return 5e-6 + static_cast<double>(size) / 8e9;
-}
-
-bool is_offered(const P2PEngine& engine, std::size_t size, int peer, const Deadline& deadline) {
-    return size >= least_offered && engine.shares_memory_with(peer) && deadline.seconds() > seconds_offered(size);
-}
-
-// A tensor's header: field for field `TensorHeader` of collectives/tensor_protocol.py.
-struct [[gnu::packed]] TensorHeader {
-    std::uint64_t payload_id;
-    std::uint8_t dtype;
-    std::uint8_t num_dims;
-    std::array<std::int64_t, max_dims> shape;
-};
-static_assert(sizeof(TensorHeader) == 106);
-
-// Memory for a tensor's first message: its header, and the elements if they are inline. Never initialized, which would
-// take as long as the rest of a call.
-struct FirstMessage {
-    std::byte bytes[sizeof(TensorHeader) + inline_limit];
-
-    FirstMessage() {}  // NOLINT: `= default` would let `FirstMessage{}` initialize the bytes
-    [[nodiscard]] std::byte* elements() noexcept { return bytes + sizeof(TensorHeader); }
-};
-
-// A rank's point-to-point tensors in a group.
-struct TensorP2P {
-    TensorP2P(std::shared_ptr<P2PEngine> its_engine, std::uint64_t its_group, int its_rank, std::vector<int> its_ranks)
-        : engine(std::move(its_engine)), group(its_group), rank(its_rank), ranks(std::move(its_ranks)) {}
-
-    std::shared_ptr<P2PEngine> engine;
-    std::uint64_t group;
-    int rank;
-    std::vector<int> ranks;  // the engine's rank for each rank of the group
-    // False once the group has ended, or a rank has left it, which the engine knows only for the default group. The
-    // thread that clears it then ends the active transfers, and a thread that starts a transfer checks it after: one
-    // sees the other.
-    std::atomic<bool> is_open{true};
-
-    [[nodiscard]] bool is_usable() const noexcept { return is_open.load() && engine->is_open(); }
-    [[nodiscard]] std::optional<int> peer(nb::handle object, bool may_be_any) const {
-        return peer_in(object, rank, static_cast<int>(ranks.size()), may_be_any);
-    }
-    [[nodiscard]] int engine_rank(int peer) const {
-        return peer == any_source ? any_source : ranks[static_cast<std::size_t>(peer)];
-    }
-    [[nodiscard]] int group_rank(int dst_rank) const {
-        return static_cast<int>(std::ranges::find(ranks, dst_rank) - ranks.begin());
-    }
-    [[nodiscard]] Tag tag(std::uint64_t channel, std::uint64_t number) const {
-        return {group, channel << number_bits | number};
-    }
-};
-
-// The progress of a call that did not complete.
-struct Unfinished {
-    double seconds = 0.0;                // elapsed time
-    nb::object payload_id = nb::none();  // of a send: the payload's id, if the header was sent and the payload was not
-    bool is_sent = false;                // of an exchange: all was sent
-    nb::object received = nb::none();    // of an exchange: the result of its receive, if that is done
-    nb::object message = nb::none();     // of a receive: the first message, if it has arrived and is not used up
-    int source = any_source;             // and the rank that sent it
-    nb::object interruption = nb::none();  // the exception of a signal handler
-};
 
 nb::object unfinished(const Deadline& deadline, const std::exception_ptr& interruption, Unfinished progress = {}) {
     progress.seconds = deadline.elapsed_seconds();
@@ -122,10 +28,6 @@ nb::object unfinished(const Deadline& deadline, const std::exception_ptr& interr
         }
     }
     return nb::cast(std::move(progress));
-}
-
-nb::object not_started() {
-    return nb::cast(Unfinished{});
 }
 
 double seconds_left(const Deadline& deadline) {
@@ -154,13 +56,18 @@ std::exception_ptr await_end(const TensorP2P& self, SomeTransfer& transfer, cons
     return interruption;
 }
 
-// Waits a little for a message to be taken that its sender need not offer, and then sends it at once.
-std::exception_ptr await_taken(const TensorP2P& self, Send& send) {
-    P2PEngine& engine = *self.engine;
-    if (send.has_ended.load() || send.size > engine.settings().eager_bytes || !send.prefers_offer) return nullptr;
+bool is_offered(const P2PEngine& engine, std::size_t size, int peer) {
+    return size >= least_offered && engine.shares_memory_with(peer);
+}
+
+// Waits for a message that was offered to be taken, but only a little if it can be sent at once. Returns the exception
+// that interrupted it.
+std::exception_ptr await_taken(P2PEngine& engine, Send& send, const Deadline& deadline) {
+    if (!send.prefers_offer || send.size > engine.settings().eager_bytes || send.has_ended.load()) return nullptr;
+    const double seconds = std::min(seconds_offered(send.size), seconds_left(deadline));
     try {
         const GilRelease released;
-        if (!engine.wait(send, seconds_offered(send.size))) engine.send_now(send);
+        if (!engine.wait(send, seconds)) engine.send_now(send);
     } catch (...) {
         const nb::gil_scoped_release released;
         engine.cancel(send);
@@ -175,12 +82,12 @@ bool send_message(const TensorP2P& self, const std::byte* data, std::size_t size
     P2PEngine& engine = *self.engine;
     if (size <= sizeof(FirstMessage) && engine.try_send(data, size, peer, tag)) return true;
     Send send(data, size, peer, tag);
-    send.prefers_offer = is_offered(engine, size, peer, deadline);
+    send.prefers_offer = deadline.seconds() > 0.0 && is_offered(engine, size, peer);
     {
         const nb::gil_scoped_release released;
         if (!engine.start_if_open(send)) return false;
     }
-    interruption = await_taken(self, send);
+    interruption = await_taken(engine, send, deadline);
     if (!interruption) interruption = await_end(self, send, deadline);
     return send.outcome == Outcome::done;
 }
@@ -197,91 +104,10 @@ bool recv_message(const TensorP2P& self, Receive& receive, const Deadline& deadl
     return receive.outcome == Outcome::done;
 }
 
-// The messages of a tensor to send: the first, and the payload's id unless the elements are in the first.
-struct Outgoing {
-    int dst_rank = 0;  // the engine's
-    Tag tag;
-    TensorView view;
-    std::size_t size = 0;  // of the elements, in bytes
-    std::uint64_t payload_number = 0;
-    nb::object payload_id = nb::none();
-    std::size_t first_size = 0;
-    FirstMessage first;
-
-    [[nodiscard]] bool is_inline() const { return payload_id.is_none(); }
-
-    // False if the general path is to check the arguments. A payload gets the next of `payload_ids`.
-    bool write(const TensorP2P& self, nb::handle tensor, nb::handle dst, nb::handle tag_number,
-               nb::handle payload_ids) {
-        const auto peer = self.peer(dst, false);
-        const auto user_tag = plain_uint(tag_number);
-        if (!self.is_usable() || !peer || !user_tag || *user_tag >> number_bits != 0) return false;
-        const auto found = view_tensor(tensor.ptr());
-        if (!found || found->shape.size() > max_dims) return false;
-        view = *found;
-        size = view.count * size_of(view.dtype);
-        dst_rank = self.engine_rank(*peer);
-        tag = self.tag(tensor_channel, *user_tag);
-        if (size > (self.engine->shares_memory_with(dst_rank) ? local_inline_limit : inline_limit)) {
-            payload_id = nb::steal(PyIter_Next(payload_ids.ptr()));
-            payload_number = nb::cast<std::uint64_t>(payload_id);
-        }
-        TensorHeader header{.payload_id = payload_number,
-                            .dtype = static_cast<std::uint8_t>(view.dtype),
-                            .num_dims = static_cast<std::uint8_t>(view.shape.size()),
-                            .shape = {}};
-        std::array<std::int64_t, max_dims> shape{};
-        std::ranges::copy(view.shape, shape.begin());
-        header.shape = shape;
-        std::memcpy(first.bytes, &header, sizeof(header));
-        if (is_inline() && size != 0) std::memcpy(first.elements(), view.data, size);
-        first_size = sizeof(header) + (is_inline() ? size : 0);
-        return true;
-    }
-};
-
-// `fd.send`. Returns None on success.
-nb::object send(const TensorP2P& self, nb::handle tensor, nb::handle dst, nb::handle tag, nb::handle timeout,
-                nb::handle payload_ids) {
-    const auto limit = seconds_of(timeout);
-    Outgoing outgoing;
-    if (!limit || !outgoing.write(self, tensor, dst, tag, payload_ids)) return not_started();
-    const Deadline deadline(*limit);
-    std::exception_ptr interruption;
-    if (!send_message(self, outgoing.first.bytes, outgoing.first_size, outgoing.dst_rank, outgoing.tag, deadline,
-                      interruption))
-        return unfinished(deadline, interruption);
-    if (!outgoing.is_inline() &&
-        (interruption || !send_message(self, outgoing.view.data, outgoing.size, outgoing.dst_rank,
-                                       self.tag(payload_channel, outgoing.payload_number), deadline, interruption))) {
-        Unfinished progress;
-        progress.payload_id = outgoing.payload_id;
-        return unfinished(deadline, interruption, std::move(progress));
-    }
-    return interruption ? unfinished(deadline, interruption) : nb::none();
-}
-
-// Whether a small message can be sent without a posted receive.
-bool can_exchange(const TensorP2P& self, nb::handle tensor, nb::handle src) {
-    const auto view = view_tensor(tensor.ptr());
-    return view && view->count * size_of(view->dtype) <= small_bytes && self.peer(src, true);
-}
-
-// Whether a header is valid: it comes from another process.
-bool is_possible(const TensorHeader& header) {
-    const std::array<std::int64_t, max_dims> shape = header.shape;
-    return header.dtype < num_dtypes && header.num_dims <= max_dims && std::ranges::min(shape) >= 0;
-}
-
-bool matches(const TensorView& view, const TensorHeader& header) {
-    const std::array<std::int64_t, max_dims> shape = header.shape;
-    return static_cast<std::uint8_t>(view.dtype) == header.dtype && view.shape.size() == header.num_dims &&
-           std::equal(view.shape.begin(), view.shape.end(), shape.begin());
-}
-
 struct Target {
     nb::object tensor;
     std::optional<TensorView> view;
+    bool is_new = false;
 };
 
 // Receives a tensor into the one that `target_of` returns for its header. `result_of` makes the result.
@@ -290,7 +116,7 @@ nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, const 
                    const TargetOf& target_of, const ResultOf& result_of, const ShouldStop& should_stop = {}) {
     const auto peer = self.peer(src, true);
     const auto user_tag = plain_uint(tag);
-    if (!self.is_usable() || !peer || !user_tag || *user_tag >> number_bits != 0) return not_started();
+    if (!self.is_usable() || !peer || !user_tag || *user_tag >> tag_bits != 0) return nb::none();
 
     std::exception_ptr interruption;
     FirstMessage message;
@@ -300,27 +126,25 @@ nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, const 
     const int source = self.group_rank(first.peer);
     const auto give_up = [&] {
         Unfinished progress;
-        progress.message = nb::bytes(reinterpret_cast<const char*>(message.bytes), first.message_size);
+        progress.message = message.to_python(first.message_size);
         progress.source = source;
         return unfinished(deadline, interruption, std::move(progress));
     };
-    if (interruption || first.message_size < sizeof(TensorHeader)) return give_up();
-    TensorHeader header;
-    std::memcpy(&header, message.bytes, sizeof(header));
-    if (!is_possible(header)) return give_up();
-
-    const Target target = target_of(header, interruption);
-    if (!target.view || !matches(*target.view, header)) return give_up();
+    if (interruption) return give_up();
+    const auto header = message.header(first.message_size);
+    if (!header) return give_up();
+    const Target target = target_of(*header, interruption);
+    if (!target.view || !matches(*target.view, *header)) return give_up();
     const std::size_t size = target.view->count * size_of(target.view->dtype);
-    const std::size_t inline_size = first.message_size - sizeof(header);
+    const std::size_t inline_size = first.message_size - sizeof(TensorHeader);
     if (inline_size != 0 && inline_size != size) return give_up();
     if (inline_size != 0) {
         std::memcpy(target.view->data, message.elements(), size);
     } else if (size != 0) {
-        Receive second(target.view->data, size, first.peer, self.tag(payload_channel, header.payload_id));
+        Receive second(target.view->data, size, first.peer, self.tag(payload_channel, header->payload_id));
         if (!recv_message(self, second, deadline, interruption, should_stop)) return give_up();
     }
-    if (size != 0 && !mark_written(target.tensor.ptr())) {
+    if (size != 0 && !target.is_new && !mark_written(target.tensor.ptr())) {
         try {
             throw nb::python_error();
         } catch (...) {
@@ -331,34 +155,25 @@ nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, const 
     return result_of(target.tensor, source);
 }
 
-// `fd.recv_into`; returns the rank that sent the tensor on success.
-nb::object receive_into(const TensorP2P& self, nb::handle tensor, nb::handle src, nb::handle tag, nb::handle timeout) {
-    const auto view = view_tensor(tensor.ptr());
-    const auto limit = seconds_of(timeout);
-    if (!view || !limit) return not_started();
-    return receive(
-        self, src, tag, Deadline(*limit),
-        [&](const TensorHeader&, std::exception_ptr&) { return Target{nb::borrow(tensor), view}; },
-        [](const nb::object&, int source) { return nb::object(nb::int_(source)); });
-}
-
-// `fd.recv`, into the tensor that `make(dtype, shape)` returns, with the dtype as a number; it returns None for a
-// tensor that must not be received. Returns the tensor and the rank that sent it on success.
-nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, const Deadline& deadline, nb::handle make,
+// Receives into a new tensor. `like` may be a tensor whose view has the wanted dtype.
+nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, const Deadline& deadline,
+                       const WantedTensor& wanted, nb::handle like = {}, std::span<const std::int64_t> like_shape = {},
                        const ShouldStop& should_stop = {}) {
     const auto target_of = [&](const TensorHeader& header, std::exception_ptr& interruption) {
         const std::array<std::int64_t, max_dims> sizes = header.shape;
-        nb::object shape = nb::steal(PyTuple_New(header.num_dims));
-        for (std::size_t dim = 0; dim < header.num_dims; ++dim)
-            PyTuple_SET_ITEM(shape.ptr(), static_cast<Py_ssize_t>(dim), PyLong_FromLongLong(sizes[dim]));
-        try {
-            nb::object made = make(static_cast<int>(header.dtype), shape);
-            const auto view = view_tensor(made.ptr());
-            return Target{std::move(made), view};
-        } catch (const nb::python_error&) {
-            interruption = std::current_exception();
-            return Target{};
+        const auto shape = std::span(sizes).first(header.num_dims);
+        if (!wanted.fits(header.dtype, shape)) return Target{};
+        nb::object made = like.is_valid() && std::ranges::equal(shape, like_shape)
+                              ? new_like(like)
+                              : new_tensor(header.dtype, shape, shape.empty() ? 0 : static_cast<std::size_t>(shape[0]));
+        if (!made.is_valid()) {
+            nb::python_error error;
+            if (!error.matches(PyExc_RuntimeError) && !error.matches(PyExc_MemoryError))
+                interruption = std::make_exception_ptr(std::move(error));
+            return Target{};  // of no memory the general path raises
         }
+        const auto view = view_tensor(made.ptr());
+        return Target{std::move(made), view, true};
     };
     return receive(
         self, src, tag, deadline, target_of,
@@ -368,10 +183,9 @@ nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, co
 // Cancels a send of an exchange that is left before its end.
 class ExchangedSend {
 public:
-    ExchangedSend(P2PEngine& engine, const std::byte* data, std::size_t size, int dst, const Tag& tag,
-                  const Deadline& deadline)
+    ExchangedSend(P2PEngine& engine, const std::byte* data, std::size_t size, int dst, const Tag& tag)
         : engine_(engine), send_(data, size, dst, tag) {
-        send_.prefers_offer = is_offered(engine, size, dst, deadline);
+        send_.prefers_offer = is_offered(engine, size, dst);
     }
     ExchangedSend(const ExchangedSend&) = delete;
     ExchangedSend& operator=(const ExchangedSend&) = delete;
@@ -389,8 +203,8 @@ public:
     }
     std::exception_ptr await(const TensorP2P& self, const Deadline& deadline) {
         if (!has_started_) return nullptr;
-        if (auto interruption = await_taken(self, send_)) return interruption;
-        return await_end(self, send_, deadline);
+        const std::exception_ptr interruption = await_taken(engine_, send_, deadline);
+        return interruption ? interruption : await_end(self, send_, deadline);
     }
     [[nodiscard]] bool is_done() const { return has_ended() && send_.outcome == Outcome::done; }
     // Whether it has ended in another way: it will not be sent.
@@ -404,91 +218,317 @@ private:
     bool has_started_ = false;
 };
 
-// `fd.sendrecv`: sends a tensor while it receives one, as `send` and `receive_new` do. What it returns when it is not
-// done has the progress of both.
-nb::object exchange(const TensorP2P& self, nb::handle tensor, nb::handle dst, nb::handle src, nb::handle tag,
-                    nb::handle timeout, nb::handle payload_ids, nb::handle make) {
-    const auto limit = seconds_of(timeout);
-    Outgoing outgoing;
-    if (!limit || !self.peer(src, true) || !outgoing.write(self, tensor, dst, tag, payload_ids)) return not_started();
-    const Deadline deadline(*limit);
-    ExchangedSend first(*self.engine, outgoing.first.bytes, outgoing.first_size, outgoing.dst_rank, outgoing.tag,
-                        deadline);
-    ExchangedSend payload(*self.engine, outgoing.view.data, outgoing.size, outgoing.dst_rank,
-                          self.tag(payload_channel, outgoing.payload_number), deadline);
-    bool has_started = false;
-    {
+// The messages of a tensor that is sent while others are received. Cancels those that are left before their end.
+class StartedSend {
+public:
+    StartedSend(const TensorP2P& self, const Outgoing& outgoing)
+        : self_(self),
+          outgoing_(outgoing),
+          first_(*self.engine, outgoing.first.bytes, outgoing.first_size, outgoing.dst_rank, outgoing.tag),
+          payload_(*self.engine, outgoing.view.data, outgoing.size, outgoing.dst_rank,
+                   self.tag(payload_channel, outgoing.payload_number)) {}
+
+    // False if its peer or the group has ended.
+    bool start() {
+        is_sent_at_once_ = outgoing_.is_inline() && self_.engine->try_send(outgoing_.first.bytes, outgoing_.first_size,
+                                                                           outgoing_.dst_rank, outgoing_.tag);
+        if (is_sent_at_once_) return true;
         const nb::gil_scoped_release released;
-        has_started = first.start() && (outgoing.is_inline() || payload.start());
+        return first_.start() && (outgoing_.is_inline() || payload_.start());
     }
-    const auto is_sent = [&] { return first.is_done() && (outgoing.is_inline() || payload.is_done()); };
-    // A send that fails ends the wait for the other tensor: the general path raises the reason.
-    const auto has_failed = [&] { return first.has_failed() || payload.has_failed(); };
-    const nb::object received =
-        has_started ? receive_new(self, src, tag, deadline, make, has_failed) : unfinished(deadline, nullptr);
-    const bool is_received = PyTuple_Check(received.ptr());
+    std::exception_ptr await(const Deadline& deadline) {
+        const std::exception_ptr interruption = first_.await(self_, deadline);
+        return interruption ? interruption : payload_.await(self_, deadline);
+    }
+    void cancel() {
+        first_.cancel();
+        payload_.cancel();
+    }
+    [[nodiscard]] bool is_done() const {
+        return is_sent_at_once_ || (first_.is_done() && (outgoing_.is_inline() || payload_.is_done()));
+    }
+    [[nodiscard]] bool has_failed() const { return first_.has_failed() || payload_.has_failed(); }
+    void describe(Unfinished& progress) const {
+        progress.is_sent = is_done();
+        if (first_.is_done() && !progress.is_sent) progress.payload_id = outgoing_.payload_id;
+    }
+
+private:
+    const TensorP2P& self_;
+    const Outgoing& outgoing_;
+    bool is_sent_at_once_ = false;
+    ExchangedSend first_;
+    ExchangedSend payload_;
+};
+
+// A receive of a batch. Its transfers are cancelled where they are left before their end.
+class BatchedReceive {
+public:
+    BatchedReceive(const TensorP2P& self, nb::object tensor, const TensorView& view, int src, std::uint64_t tag)
+        : self_(self),
+          tensor_(std::move(tensor)),
+          view_(view),
+          first_(message_.bytes, sizeof(message_), self.engine_rank(src), self.tag(tensor_channel, tag)) {
+        first_.accepts_shorter = true;
+    }
+    BatchedReceive(const BatchedReceive&) = delete;
+    BatchedReceive& operator=(const BatchedReceive&) = delete;
+    ~BatchedReceive() { cancel(); }
+
+    // False if its peer or the group has ended.
+    bool start() {
+        has_started_ = post(first_);
+        return has_started_;
+    }
+    // Waits for the first message.
+    std::exception_ptr await_first(const Deadline& deadline, const ShouldStop& should_stop) {
+        return await_end(self_, first_, deadline, should_stop);
+    }
+    // Copies the elements, or starts to receive them; false if the first message isn't that of such a tensor.
+    bool take_first() {
+        const auto header = first_.outcome == Outcome::done ? message_.header(first_.message_size) : std::nullopt;
+        if (!header || !matches(view_, *header)) return false;
+        const std::size_t size = view_.count * size_of(view_.dtype);
+        const std::size_t inline_size = first_.message_size - sizeof(TensorHeader);
+        if (inline_size != 0 && inline_size != size) return false;
+        if (inline_size == size) {
+            if (size != 0) std::memcpy(view_.data, message_.elements(), size);
+            is_done_ = true;
+            return true;
+        }
+        payload_.emplace(view_.data, size, first_.peer, self_.tag(payload_channel, header->payload_id));
+        if (post(*payload_)) return true;
+        payload_.reset();
+        return false;
+    }
+    // Waits for the elements.
+    std::exception_ptr await_payload(const Deadline& deadline, const ShouldStop& should_stop) {
+        return payload_ ? await_end(self_, *payload_, deadline, should_stop) : nullptr;
+    }
+    void cancel() {
+        for (Receive* receive : {has_started_ ? &first_ : nullptr, payload_ ? &*payload_ : nullptr}) {
+            if (receive == nullptr || receive->has_ended.load()) continue;
+            const nb::gil_scoped_release released;
+            self_.engine->cancel(*receive);
+        }
+    }
+    [[nodiscard]] bool is_done() const { return is_done_ || (payload_ && has_ended(*payload_, Outcome::done)); }
+    [[nodiscard]] bool has_failed() const {
+        return (has_started_ && has_failed(first_)) || (payload_ && has_failed(*payload_));
+    }
+    [[nodiscard]] int source() const { return self_.group_rank(first_.peer); }
+    [[nodiscard]] nb::handle tensor() const { return tensor_; }
+    [[nodiscard]] bool has_elements() const { return view_.count != 0; }
+    void describe(Unfinished& progress) const {
+        if (is_done()) {
+            progress.received = nb::int_(source());
+        } else if (has_started_ && has_ended(first_, Outcome::done)) {
+            progress.message = message_.to_python(first_.message_size);
+            progress.source = source();
+        }
+    }
+
+private:
+    static bool has_ended(const Receive& receive, Outcome outcome) {
+        return receive.has_ended.load() && receive.outcome == outcome;
+    }
+    static bool has_failed(const Receive& receive) {
+        return receive.has_ended.load() && receive.outcome != Outcome::done;
+    }
+    bool post(Receive& receive) {
+        if (receive.size <= sizeof(FirstMessage) && self_.engine->start_if_open(receive, false)) return true;
+        const nb::gil_scoped_release released;
+        return self_.engine->start_if_open(receive, true);
+    }
+
+    const TensorP2P& self_;
+    nb::object tensor_;
+    TensorView view_;
+    bool has_started_ = false;
+    bool is_done_ = false;
+    FirstMessage message_;
+    Receive first_;
+    std::optional<Receive> payload_;
+};
+
+// An operation of a batch: one of the two.
+struct BatchedSend {
+    BatchedSend(const TensorP2P& self, nb::object its_tensor, std::unique_ptr<Outgoing> its_messages)
+        : tensor(std::move(its_tensor)), messages(std::move(its_messages)), started(self, *messages) {}
+
+    nb::object tensor;
+    std::unique_ptr<Outgoing> messages;
+    StartedSend started;
+};
+struct BatchedOperation {
+    std::unique_ptr<BatchedSend> send;
+    std::unique_ptr<BatchedReceive> receive;
+
+    // Null for arguments that are not plain.
+    static BatchedOperation of(const P2PCall& call, const P2POperation& operation) {
+        BatchedOperation made;
+        if (operation.is_send) {
+            auto messages = std::make_unique_for_overwrite<Outgoing>();
+            if (messages->write(call, operation.tensor, operation.rank, operation.tag))
+                made.send = std::make_unique<BatchedSend>(call.p2p, operation.tensor, std::move(messages));
+            return made;
+        }
+        const auto view = view_tensor(operation.tensor.ptr());
+        const auto src = call.p2p.peer(operation.rank, true);
+        const auto tag = plain_uint(operation.tag);
+        if (view && view->shape.size() <= max_dims && src && tag && *tag >> tag_bits == 0)
+            made.receive = std::make_unique<BatchedReceive>(call.p2p, operation.tensor, *view, *src, *tag);
+        return made;
+    }
+    [[nodiscard]] bool has_failed() const { return send ? send->started.has_failed() : receive->has_failed(); }
+    [[nodiscard]] bool is_done() const { return send ? send->started.is_done() : receive->is_done(); }
+    void cancel() { send ? send->started.cancel() : receive->cancel(); }
+    [[nodiscard]] nb::object progress() const {
+        Unfinished found;
+        send ? send->started.describe(found) : receive->describe(found);
+        return nb::cast(std::move(found));
+    }
+};
+
+// Starts and awaits all, until one fails or the call is interrupted. Receives are posted first, in their order: then
+// messages need no room of their own. All headers are awaited before any payload: so payloads of several ranks come at
+// the same time.
+std::exception_ptr move_all(std::vector<BatchedOperation>& all, const Deadline& deadline) {
+    for (auto& each : all)
+        if (each.receive && !each.receive->start()) return nullptr;
+    for (auto& each : all)
+        if (each.send && !each.send->started.start()) return nullptr;
+    const ShouldStop has_failed = [&] { return std::ranges::any_of(all, &BatchedOperation::has_failed); };
     std::exception_ptr interruption;
-    if (is_received) {
-        interruption = first.await(self, deadline);
-        if (!interruption) interruption = payload.await(self, deadline);
-        if (is_sent() && !interruption) return received;
+    for (auto& each : all) {
+        if (!each.receive) continue;
+        interruption = each.receive->await_first(deadline, has_failed);
+        if (interruption || !each.receive->take_first()) return interruption;
     }
-    first.cancel();
-    payload.cancel();
-    self.engine->dispatch_events();
-    Unfinished progress;
-    if (is_received) {
-        progress.received = received;
-    } else {
-        if (!nb::isinstance<Unfinished>(received)) return received;
-        progress = nb::cast<Unfinished>(received);
+    for (auto& each : all) {
+        interruption =
+            each.send ? each.send->started.await(deadline) : each.receive->await_payload(deadline, has_failed);
+        if (interruption || !each.is_done()) return interruption;
     }
-    progress.is_sent = is_sent();
-    if (first.is_done() && !progress.is_sent) progress.payload_id = outgoing.payload_id;
-    return is_received ? unfinished(deadline, interruption, std::move(progress)) : nb::cast(std::move(progress));
+    return nullptr;
 }
 
 }  // namespace
 
+nb::object send(const P2PCall& call, nb::handle tensor, nb::handle dst, nb::handle tag) {
+    const TensorP2P& self = call.p2p;
+    Outgoing outgoing;
+    if (!outgoing.write(call, tensor, dst, tag)) return nb::none();
+    const Deadline deadline(call.limit);
+    std::exception_ptr interruption;
+    if (!send_message(self, outgoing.first.bytes, outgoing.first_size, outgoing.dst_rank, outgoing.tag, deadline,
+                      interruption))
+        return unfinished(deadline, interruption);
+    if (!outgoing.is_inline() &&
+        (interruption || !send_message(self, outgoing.view.data, outgoing.size, outgoing.dst_rank,
+                                       self.tag(payload_channel, outgoing.payload_number), deadline, interruption))) {
+        Unfinished progress;
+        progress.payload_id = outgoing.payload_id;
+        return unfinished(deadline, interruption, std::move(progress));
+    }
+    return interruption ? unfinished(deadline, interruption) : nb::bool_(true);
+}
+
+nb::object receive_into(const P2PCall& call, nb::handle tensor, nb::handle src, nb::handle tag) {
+    const auto view = view_tensor(tensor.ptr());
+    if (!view) return nb::none();
+    return receive(
+        call.p2p, src, tag, Deadline(call.limit),
+        [&](const TensorHeader&, std::exception_ptr&) { return Target{nb::borrow(tensor), view}; },
+        [](const nb::object&, int source) { return nb::object(nb::int_(source)); });
+}
+
+nb::object receive_new(const P2PCall& call, nb::handle src, nb::handle tag, const WantedTensor& wanted) {
+    return receive_new(call.p2p, src, tag, Deadline(call.limit), wanted);
+}
+
+nb::object exchange(const P2PCall& call, nb::handle tensor, nb::handle dst, nb::handle src, nb::handle tag,
+                    WantedTensor wanted) {
+    const TensorP2P& self = call.p2p;
+    Outgoing outgoing;
+    if (!self.peer(src, true) || !outgoing.write(call, tensor, dst, tag)) return nb::none();
+    wanted.dtype = static_cast<int>(outgoing.view.dtype);
+    const Deadline deadline(call.limit);
+    StartedSend sent(self, outgoing);
+    const bool has_started = sent.start();
+    // A send that fails ends the wait for the other tensor: the general path raises the reason.
+    const nb::object received = has_started ? receive_new(self, src, tag, deadline, wanted, tensor, outgoing.view.shape,
+                                                          [&] { return sent.has_failed(); })
+                                            : nb::object(nb::none());
+    const bool is_received = PyTuple_Check(received.ptr());
+    const std::exception_ptr interruption = is_received ? sent.await(deadline) : nullptr;
+    if (is_received && !interruption && sent.is_done()) return received;
+    sent.cancel();
+    self.engine->dispatch_events();
+    Unfinished progress;
+    if (is_received)
+        progress.received = received;
+    else if (!received.is_none())
+        progress = nb::cast<Unfinished>(received);
+    sent.describe(progress);
+    return is_received || received.is_none() ? unfinished(deadline, interruption, std::move(progress))
+                                             : nb::cast(std::move(progress));
+}
+
+nb::object run_batch(const P2PCall& call, const std::vector<P2POperation>& operations) {
+    std::vector<BatchedOperation> all;
+    for (const P2POperation& operation : operations) {
+        all.push_back(BatchedOperation::of(call, operation));
+        if (!all.back().send && !all.back().receive) return nb::none();
+    }
+    const Deadline deadline(call.limit);
+    const std::exception_ptr interruption = move_all(all, deadline);
+    for (auto& each : all) each.cancel();
+    call.p2p.engine->dispatch_events();
+    for (const auto& each : all)
+        if (each.receive && each.is_done() && each.receive->has_elements() &&
+            !mark_written(each.receive->tensor().ptr()))
+            throw nb::python_error();
+    nb::list results;
+    const bool are_done = !interruption && std::ranges::all_of(all, &BatchedOperation::is_done);
+    for (const auto& each : all) {
+        if (!are_done)
+            results.append(each.progress());
+        else
+            results.append(each.send ? each.send->messages->group_rank : each.receive->source());
+    }
+    if (are_done) return results;
+    Unfinished progress;
+    progress.operations = results;
+    return unfinished(deadline, interruption, std::move(progress));
+}
+
 void bind_tensor_p2p(nb::module_& m) {
     m.attr("INLINE_LIMIT") = inline_limit;
     nb::class_<Unfinished>(m, "Unfinished",
-                           "The progress of an incomplete call of `TensorP2P`; the general path goes on from there.")
+                           "The progress of a point-to-point call that the fast path has left to the general one.")
         .def_ro("seconds", &Unfinished::seconds, "The elapsed time.")
         .def_ro("payload_id", &Unfinished::payload_id, nb::arg().none(),
                 "Of a send: the payload's id, if the header was sent and the payload was not; else None.")
-        .def_ro("is_sent", &Unfinished::is_sent, "Of an exchange: whether all was sent.")
+        .def_ro("is_sent", &Unfinished::is_sent, "Of a send that is one of several operations: whether all was sent.")
         .def_ro("received", &Unfinished::received, nb::arg().none(),
-                "Of an exchange: the result of its receive, if that is done; else None.")
+                "Of a receive that is one of several operations: its result, if it is done; else None.")
         .def_ro("message", &Unfinished::message, nb::arg().none(),
                 "Of a receive: the tensor's first message, if it has arrived and is not used up; else None.")
         .def_ro("source", &Unfinished::source, "The rank that sent the message.")
+        .def_ro("operations", &Unfinished::operations, nb::arg().none(),
+                "Of a batch: a list of the progress of each operation.")
         .def_ro("interruption", &Unfinished::interruption, nb::arg().none(), "The exception to raise, or None.");
 
-    nb::class_<TensorP2P>(m, "TensorP2P", "The fast path of a group's point-to-point tensors.",
+    nb::class_<TensorP2P>(m, "TensorP2P",
+                          "A rank's point-to-point tensors in a group, for the functions `fast_send`, "
+                          "`fast_recv_into`, `fast_recv`, `fast_sendrecv` and `fast_batch`.",
                           nb::is_weak_referenceable())
         .def(nb::init<std::shared_ptr<P2PEngine>, std::uint64_t, int, std::vector<int>>(), "engine"_a, "group"_a,
              "rank"_a, "ranks"_a)
         .def(
             "close", [](TensorP2P& self) { self.is_open.store(false); },
-            "Make all further calls use the general path; the caller then ends the active ones.")
-        .def("can_exchange", &can_exchange, "tensor"_a.none(), "src"_a.none(),
-             "Whether a `send` of the tensor followed by a receive from `src` cannot deadlock.")
-        .def("exchange", &exchange, "tensor"_a.none(), "dst"_a.none(), "src"_a.none(), "tag"_a.none(),
-             "timeout"_a.none(), "payload_ids"_a, "make"_a,
-             "The tensor received while another is sent, and the rank that sent it, or an `Unfinished`.")
-        .def("send", &send, "tensor"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout"_a.none(), "payload_ids"_a,
-             "None if it was sent, else an `Unfinished`.")
-        .def("receive_into", &receive_into, "tensor"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(),
-             "The rank that sent it, or an `Unfinished`.")
-        .def(
-            "receive_new",
-            [](const TensorP2P& self, nb::handle src, nb::handle tag, nb::handle timeout, nb::handle make) {
-                const auto limit = seconds_of(timeout);
-                return limit ? receive_new(self, src, tag, Deadline(*limit), make) : not_started();
-            },
-            "src"_a.none(), "tag"_a.none(), "timeout"_a.none(), "make"_a,
-            "The tensor and the rank that sent it, or an `Unfinished`.");
+            "Make all further calls use the general path; the caller then ends the active ones.");
 }
 
 }  // namespace ferrodist

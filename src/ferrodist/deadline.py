@@ -83,16 +83,6 @@ def long_wait() -> Deadline:
     return Deadline(LONG_WAIT_SECONDS)
 
 
-def before_warning(timeout: float) -> float:
-    """Return the part of a timeout until a warning is due; another value is returned, for the call to refuse."""
-    try:
-        if timeout > LONG_WAIT_SECONDS:
-            return LONG_WAIT_SECONDS
-    except TypeError:
-        pass
-    return timeout
-
-
 class Elapsed(NamedTuple):
     """The elapsed time of a call, and its timeout."""
 

@@ -138,7 +138,7 @@ def _interrupt_when_waiting(fork: ForkedGroup) -> None:
         for _ in range(1000):
             frame = sys._current_frames()[caller]
             file = Path(frame.f_code.co_filename)
-            if file.name in ("reduce.py", "fast_path.py") or "native" in file.parts:
+            if file.name in ("reduce.py", "p2p.py") or "native" in file.parts:
                 threading.Event().wait(0.1)
                 fork.strike(signal.SIGINT)
                 return

@@ -1,4 +1,4 @@
-"""The log of calls, with FERRODIST_EXPLAIN_CALLS=1: which path each collective took, and why not the fast one.
+"""The log of calls, with FERRODIST_EXPLAIN_CALLS=1: which path each call took, and why not the fast one.
 
 Each call that differs from those before, in its name, tensors or reason, is one line of the logger "ferrodist.calls"::
 
@@ -68,6 +68,10 @@ _SHARING = {"fast_all_gather_uneven", "fast_gather", "fast_scatter", "fast_gathe
 """Functions that return a list where the general path goes on."""
 
 
+_POINT_TO_POINT = {"fast_send", "fast_recv", "fast_recv_into", "fast_sendrecv", "fast_batch"}
+"""Functions that return an ``Unfinished`` where the general path goes on; they need no open engine of collectives."""
+
+
 _OF_EAGER_GROUPS = {"fast_allreduce", "fast_broadcast", "fast_all_gather", "fast_barrier"}
 """Functions that leave calls of groups over MPI to those of `eager_calls`."""
 
@@ -81,6 +85,8 @@ def report(name: str, arguments: tuple[Any, ...], result: Any) -> None:
     line = f"{_public_name(name, arguments)}({tensors}): "
     if isinstance(result, BaseException):
         line += f"fast path, raised {type(result).__name__}"
+    elif hasattr(result, "interruption"):
+        line += "fast path, then the general path, which goes on with it"
     else:
         line += f"general path: {_why_general(name, arguments)}" if is_general else "fast path"
     _counts[line] += 1
@@ -102,7 +108,7 @@ def _why_general(name: str, arguments: tuple[Any, ...]) -> str:
     """Why the fast path has left a call to the general one, as far as that can be seen from outside."""
     if not is_native_available():
         return "this installation has no native engine"
-    if collector.get() is not None:
+    if collector.get() is not None and name not in _POINT_TO_POINT:
         return "it is inside coalesce()"
     group = _group_among(arguments)
     if group is None:
@@ -110,7 +116,7 @@ def _why_general(name: str, arguments: tuple[Any, ...]) -> str:
     path = getattr(group, "fast_path", None)
     if path is None and not _takes_eager_calls(arguments):
         return f"group {group.name!r}, {with_article(type(group).__name__)}, has no compiled engine, or has ended"
-    if path is not None and path.communicator is None:
+    if path is not None and path.communicator is None and name not in _POINT_TO_POINT:
         return "it is the group's first collective, which opens the engine"
     ignores_gradients = name.endswith("_data")
     reasons = (_why_not_plain(tensor, ignores_gradients=ignores_gradients) for tensor in _tensors_in(arguments))
@@ -149,7 +155,8 @@ def _tensors_in(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
         if isinstance(each, torch.Tensor):
             yield each
         elif isinstance(each, (list, tuple)):
-            yield from (part for part in each if isinstance(part, torch.Tensor))
+            parts = (getattr(part, "tensor", part) for part in each)  # of a `Send` or `Recv`, or the part itself
+            yield from (part for part in parts if isinstance(part, torch.Tensor))
 
 
 def _log_counts() -> None:

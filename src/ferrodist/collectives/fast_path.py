@@ -9,33 +9,26 @@ happened. Those that block are C++, in native/bindings/fast_path.cpp, and called
 `fast_barrier` returns whether it is done, and so do those of ``torch.distributed``, in fast_data.cpp, which take
 tensors to write into and are invisible to autograd; they start calls, too. Those in which ranks share their sizes
 first, in fast_sized.cpp, may return a list: the payloads that the ranks have shared, where the general path is to go
-on. Those that start other collectives, and point-to-point, are here.
-
-A point-to-point function returns a `Progress` when the call did not simply complete. The general path then continues
-where the engine stopped, in the time that is left, and raises what errors there are.
+on. Those that start other collectives are here; those of point-to-point calls are in `fast_p2p.py`.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
 from ferrodist.backends import process_group
 from ferrodist.backends.native.binding import compiled, is_native_available
-from ferrodist.backends.process_group import find_group
-from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives.call_log import reported, start_log
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.collectives.tensor_protocol import MAX_DIMS, cancel_payload, payload_ids, unclaimed_tensors
 from ferrodist.collectives.work import PendingCollective, collector
-from ferrodist.deadline import before_warning, check_timeout
+from ferrodist.deadline import check_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
 
@@ -207,141 +200,3 @@ if is_native_available():
     _makers = (_like, _gathered, _scattered, _rows, _empty)  # in the order of `Shape` in native/bindings/fast_call.h
     start_log()
     compiled.load_fast_paths(collector, *process_group.default_holders(), _makers, _new)
-
-
-class Progress(NamedTuple):
-    """The progress of a point-to-point call on the fast path."""
-
-    seconds: float = 0.0  # elapsed time
-    payload_id: int | None = None  # of a send: the payload's, if the header was sent and the payload was not
-    is_sent: bool = False  # of a `sendrecv`: whether all was sent
-    received: tuple[torch.Tensor, int] | None = None  # of a `sendrecv`: what it has received
-
-
-NOT_STARTED = Progress()
-
-
-def fast_send(
-    tensor: torch.Tensor, dst: int, tag: int, group: Backend | None, timeout: float | None
-) -> Progress | None:
-    """`send`; None when it is done."""
-    chosen, messages = _message_path_of(group)
-    if messages is None:
-        return NOT_STARTED
-    # The engine waits until a warning is due at most; the general path gives it.
-    rest = messages.send(
-        tensor, dst, tag, before_warning(chosen.timeout if timeout is None else timeout), payload_ids(chosen)
-    )
-    if rest is None:
-        return None
-    if rest.interruption is not None:
-        if rest.payload_id is not None:
-            cancel_payload(chosen, dst, rest.payload_id)
-        raise rest.interruption
-    return Progress(rest.seconds, rest.payload_id)
-
-
-def fast_recv_into(
-    tensor: torch.Tensor, src: int, tag: int, group: Backend | None, timeout: float | None
-) -> int | Progress:
-    """`recv_into`; the rank that sent it when it is done."""
-    chosen, messages = _message_path_of(group)
-    if messages is None or unclaimed_tensors(chosen).may_contain(tag):
-        return NOT_STARTED
-    result = messages.receive_into(tensor, src, tag, before_warning(chosen.timeout if timeout is None else timeout))
-    return result if type(result) is int else _unfinished(chosen, tag, result)
-
-
-def fast_recv(
-    shape: Sequence[int] | None,
-    dtype: torch.dtype | None,
-    src: int,
-    *,
-    tag: int,
-    group: Backend | None,
-    timeout: float | None,
-) -> tuple[torch.Tensor, int] | Progress:
-    """`recv`; the tensor and the rank that sent it when it is done."""
-    chosen, messages = _message_path_of(group)
-    if messages is None or not _is_plain_description(shape, dtype) or unclaimed_tensors(chosen).may_contain(tag):
-        return NOT_STARTED
-
-    limit = before_warning(chosen.timeout if timeout is None else timeout)
-    result = messages.receive_new(src, tag, limit, _maker(shape, dtype))
-    return result if type(result) is tuple else _unfinished(chosen, tag, result)
-
-
-def fast_sendrecv(
-    tensor: torch.Tensor,
-    dst: int,
-    shape: Sequence[int] | None,
-    src: int,
-    *,
-    tag: int,
-    group: Backend | None,
-    timeout: float | None,
-) -> tuple[torch.Tensor, int] | Progress:
-    """`sendrecv`; the other tensor and the rank that sent it when it is done."""
-    chosen, messages = _message_path_of(group)
-    if messages is None or not isinstance(tensor, torch.Tensor) or not _is_plain_description(shape, None):
-        return NOT_STARTED
-    limit = chosen.timeout if timeout is None else timeout
-    if messages.can_exchange(tensor, src):
-        started = time.monotonic()
-        rest = fast_send(tensor, dst, tag, chosen, timeout)
-        if rest is not None:
-            return rest
-        left = max(0.0, limit - (time.monotonic() - started))
-        result = fast_recv(shape, tensor.dtype, src, tag=tag, group=chosen, timeout=left)
-        return Progress(time.monotonic() - started, is_sent=True) if isinstance(result, Progress) else result
-    if unclaimed_tensors(chosen).may_contain(tag):
-        return NOT_STARTED
-    make = _maker(shape, tensor.dtype)
-    result = messages.exchange(tensor, dst, src, tag, before_warning(limit), payload_ids(chosen), make)
-    if type(result) is tuple:
-        return result
-    if result.interruption is not None and result.payload_id is not None:
-        cancel_payload(chosen, dst, result.payload_id)
-    return _unfinished(chosen, tag, result)
-
-
-def _maker(shape: Sequence[int] | None, dtype: torch.dtype | None) -> Callable[[int, tuple[int, ...]], Any]:
-    """Return a function that allocates the tensor to receive into, from the dtype and sizes of a received header."""
-
-    def make(dtype_index: int, sizes: tuple[int, ...]) -> torch.Tensor | None:
-        found = DTYPES[dtype_index]
-        if (shape is not None and sizes != tuple(shape)) or (dtype is not None and found is not dtype):
-            return None
-        try:
-            return torch.empty(sizes, dtype=found, device="cpu")
-        except (RuntimeError, MemoryError):  # the general path raises it
-            return None
-
-    return make
-
-
-def _message_path_of(group: Backend | None) -> tuple[Any, Any]:
-    """The group of a call, and its compiled point-to-point engine or None."""
-    chosen = find_group(None) if group is None else group
-    path = getattr(chosen, "fast_path", None)
-    return chosen, None if path is None else path.p2p
-
-
-def _unfinished(group: Backend, tag: int, rest: Any) -> Progress:
-    """Keep the first message of a tensor that was not received, for the general path to receive it."""
-    if rest.message is not None:
-        unclaimed_tensors(group).keep(channel_tag(Channel.TENSOR, tag), rest.source, rest.message)
-    if rest.interruption is not None:
-        raise rest.interruption
-    return Progress(rest.seconds, rest.payload_id, rest.is_sent, rest.received)
-
-
-def _is_plain_description(shape: Sequence[int] | None, dtype: torch.dtype | None) -> bool:
-    """Return whether these are certainly valid."""
-    if dtype is not None and dtype not in DTYPES:
-        return False
-    if shape is None:
-        return True
-    if type(shape) not in (tuple, list, torch.Size) or len(shape) > MAX_DIMS:
-        return False
-    return all(type(size) is int and size >= 0 for size in shape)

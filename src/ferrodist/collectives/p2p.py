@@ -1,25 +1,26 @@
 """Point-to-point operations on tensors: send, recv, recv_into, sendrecv, batch.
 
-Calls take the compiled fast path where they can (`fast_path.py`), or the engine's of the tensor's device, else the
+Calls take the compiled fast path where they can (`fast_p2p.py`), or the engine's of the tensor's device, else the
 protocol of `tensor_protocol.py`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.base import check_peer
+from ferrodist.backends.native.binding import compiled
 from ferrodist.backends.tags import check_user_tag
 from ferrodist.collectives.arguments import check_out, check_tensor, group_and_timeout
 from ferrodist.collectives.engines.select import device_p2p_of
-from ferrodist.collectives.fast_path import NOT_STARTED, Progress, fast_recv, fast_recv_into, fast_send, fast_sendrecv
-from ferrodist.collectives.host_p2p import Recv, Send, batch_on_host, peer_name, receive_into, wait_for
-from ferrodist.collectives.profiling import is_recorded, profiled, record
+from ferrodist.collectives.fast_p2p import batch_progress, is_received, progress_of
+from ferrodist.collectives.host_p2p import Recv, Send, batch_on_host, continue_send, peer_name, receive_into, wait_for
+from ferrodist.collectives.profiling import is_recorded, record
 from ferrodist.collectives.reduce_op import check_dtype
-from ferrodist.collectives.tensor_protocol import MAX_DIMS, TensorReceive, start_payload, start_send
+from ferrodist.collectives.tensor_protocol import MAX_DIMS, TensorReceive
 from ferrodist.deadline import Deadline
 from ferrodist.torch_private.profiling import is_profiling
 from ferrodist.wording import counted
@@ -62,16 +63,17 @@ def send(
     if is_profiling() and not is_recorded():
         record(send, tensor, dst, tag=tag, group=group, timeout=timeout)
         return
-    progress = fast_send(tensor, dst, tag, group, timeout)
-    if progress is None:
+    found = compiled.fast_send(tensor, dst, tag, group, timeout)
+    if found is True:
         return
     chosen, limit = group_and_timeout(group, timeout)
+    progress = progress_of(found, chosen, tag=tag, dst=dst)
     _check(Send(tensor, dst, tag), chosen)
     device_p2p = device_p2p_of(chosen, tensor.device)
     if device_p2p is not None:
         device_p2p.exchange([Send(tensor, dst, tag)], timeout=limit)
         return
-    requests = _continue_send(chosen, Send(tensor, dst, tag), progress)
+    requests = continue_send(chosen, Send(tensor, dst, tag), progress)
     wait_for(requests, Deadline(limit, elapsed=progress.seconds), chosen, f"send to {peer_name(dst)}")
 
 
@@ -138,13 +140,13 @@ def recv(
         options = {"tag": tag, "group": group, "timeout": timeout, "return_source": return_source}
         return record(recv, shape, dtype, src, device=device, **options)
     target_device = _HOST if device is None else torch.device(device)
-    progress = NOT_STARTED
+    found: Any = None
     if target_device.type == "cpu":
-        result = fast_recv(shape, dtype, src, tag=tag, group=group, timeout=timeout)
-        if not isinstance(result, Progress):
-            return result if return_source else result[0]
-        progress = result
+        found = compiled.fast_recv(shape, dtype, src, tag, group, timeout, return_source)
+        if is_received(found):
+            return found
     chosen, limit = group_and_timeout(group, timeout)
+    progress = progress_of(found, chosen, tag=tag)
     if dtype is not None:
         check_dtype(dtype)
     shape = None if shape is None else _check_shape(shape)
@@ -173,17 +175,18 @@ def recv_into(
     """
     if is_profiling() and not is_recorded():
         return record(recv_into, tensor, src, tag=tag, group=group, timeout=timeout)
-    result = fast_recv_into(tensor, src, tag, group, timeout)
-    if not isinstance(result, Progress):
-        return result
+    found = compiled.fast_recv_into(tensor, src, tag, group, timeout)
+    if type(found) is int:
+        return found
     chosen, limit = group_and_timeout(group, timeout)
+    progress = progress_of(found, chosen, tag=tag)
     incoming = Recv(tensor, src, tag)
     _check(incoming, chosen)
     device_p2p = device_p2p_of(chosen, tensor.device)
     if device_p2p is not None:
         return device_p2p.exchange([incoming], timeout=limit)[0]
     receive = receive_into(chosen, incoming)
-    wait_for([receive], Deadline(limit, elapsed=result.seconds), chosen, f"recv_into from {peer_name(src)}")
+    wait_for([receive], Deadline(limit, elapsed=progress.seconds), chosen, f"recv_into from {peer_name(src)}")
     receive.finish()
     return receive.peer
 
@@ -244,10 +247,11 @@ def sendrecv(
     if is_profiling() and not is_recorded():
         options = {"tag": tag, "group": group, "timeout": timeout, "return_source": return_source}
         return record(sendrecv, tensor, dst, shape, src, **options)
-    result = fast_sendrecv(tensor, dst, shape, src, tag=tag, group=group, timeout=timeout)
-    if not isinstance(result, Progress):
-        return result if return_source else result[0]
+    found = compiled.fast_sendrecv(tensor, dst, shape, src, tag, group, timeout, return_source)
+    if is_received(found):
+        return found
     chosen, limit = group_and_timeout(group, timeout)
+    progress = progress_of(found, chosen, tag=tag, dst=dst)
     outgoing = Send(tensor, dst, tag)
     _check(outgoing, chosen)
     shape = None if shape is None else _check_shape(shape)
@@ -257,15 +261,16 @@ def sendrecv(
         _check(incoming, chosen)
         _, peer = device_p2p.exchange([outgoing, incoming], timeout=limit)
         return (incoming.tensor, peer) if return_source else incoming.tensor
-    deadline = Deadline(limit, elapsed=result.seconds)
+    deadline = Deadline(limit, elapsed=progress.seconds)
     what = f"sendrecv with {peer_name(dst)} and {peer_name(src)}"
-    if result.received is not None:
-        wait_for(_continue_send(chosen, outgoing, result), deadline, chosen, what)
-        return result.received if return_source else result.received[0]
+    if progress.received is not None:
+        wait_for(continue_send(chosen, outgoing, progress), deadline, chosen, what)
+        received: tuple[torch.Tensor, int] = progress.received
+        return received if return_source else received[0]
     receive = TensorReceive(chosen, src, tag, shape=shape, dtype=tensor.dtype)
     requests: list[Request] = [receive]
     try:
-        requests.extend(_continue_send(chosen, outgoing, result))
+        requests.extend(continue_send(chosen, outgoing, progress))
     except BaseException:
         receive.cancel()
         raise
@@ -273,7 +278,6 @@ def sendrecv(
     return (receive.finish(), receive.peer) if return_source else receive.finish()
 
 
-@profiled
 def batch(
     operations: Iterable[Send | Recv], *, group: Backend | None = None, timeout: float | None = None
 ) -> list[int]:
@@ -291,8 +295,14 @@ def batch(
         TypeError: A member is not a Send or Recv, or its tensor can't be sent.
         As `send` and `recv_into`; when one operation fails the others are cancelled.
     """
-    chosen, limit = group_and_timeout(group, timeout)
+    if is_profiling() and not is_recorded():
+        return record(batch, operations, group=group, timeout=timeout)
     operations = list(operations)
+    found = compiled.fast_batch(operations, group, timeout)
+    if type(found) is list:
+        return found
+    chosen, limit = group_and_timeout(group, timeout)
+    seconds, progress = batch_progress(found, chosen, operations)
     for operation in operations:
         _check(operation, chosen)
         if operation.tensor.device != operations[0].tensor.device:
@@ -303,7 +313,7 @@ def batch(
     device_p2p = device_p2p_of(chosen, operations[0].tensor.device if operations else _HOST)
     if device_p2p is not None:
         return device_p2p.exchange(operations, timeout=limit)
-    return batch_on_host(operations, chosen, limit)
+    return batch_on_host(operations, chosen, Deadline(limit, elapsed=seconds), progress)
 
 
 def _recv_on(
@@ -348,14 +358,7 @@ def _check(operation: Send | Recv, group: Backend) -> None:
 
 def start_tensor_send(tensor: torch.Tensor, dst: int, *, tag: int = 0, group: Backend) -> list[Request]:
     """Start `send` of a checked tensor, which must not change until the requests, often none, are done."""
-    progress = fast_send(tensor, dst, tag, group, 0.0)  # doesn't wait; `_continue_send` starts the rest
-    return [] if progress is None else _continue_send(group, Send(tensor, dst, tag), progress)
-
-
-def _continue_send(group: Backend, operation: Send, progress: Progress) -> list[Request]:
-    """Start the rest of a send, after the progress that it made on the fast path."""
-    if progress.is_sent:
+    found = compiled.fast_send(tensor, dst, tag, group, 0.0)  # doesn't wait; `continue_send` starts the rest
+    if found is True:
         return []
-    if progress.payload_id is not None:
-        return [start_payload(group, operation.tensor, operation.dst, progress.payload_id)]
-    return start_send(group, operation.tensor, operation.dst, operation.tag)
+    return continue_send(group, Send(tensor, dst, tag), progress_of(found, group, tag=tag, dst=dst))

@@ -58,7 +58,8 @@ HEADER_BYTES = _HEADER.size
 _HANDOVER_SECONDS = 5.0  # limit for a few steps of another thread, which a signal handler may have stopped for good
 
 _PAYLOAD_IDS_KEY = "collectives.messages"
-_UNCLAIMED_KEY = "collectives.unclaimed_tensors"
+UNCLAIMED_KEY = "collectives.unclaimed_tensors"
+"""The name of a group's `UnclaimedTensors` among its attachments."""
 
 
 class TensorHeader(NamedTuple):
@@ -126,7 +127,7 @@ class UnclaimedTensors:
 
 def unclaimed_tensors(group: Backend) -> UnclaimedTensors:
     """The unclaimed tensors of a group."""
-    tensors = group.attachments.get(_UNCLAIMED_KEY) or group.attachments.setdefault(_UNCLAIMED_KEY, UnclaimedTensors())
+    tensors = group.attachments.get(UNCLAIMED_KEY) or group.attachments.setdefault(UNCLAIMED_KEY, UnclaimedTensors())
     assert isinstance(tensors, UnclaimedTensors)
     return tensors
 

@@ -119,6 +119,10 @@ class DoneWork(FerrodistWork):
     """An operation that had ended before its call returned."""
 
     @override
+    def wait(self, timeout: timedelta | None = _NO_TIMEOUT) -> bool:
+        return True
+
+    @override
     def is_completed(self) -> bool:
         return True
 

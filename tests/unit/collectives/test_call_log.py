@@ -44,6 +44,46 @@ def _log_of(backend, program=_PROGRAM, **environment):
     return ended.stderr.splitlines()
 
 
+_MESSAGES = """
+import torch
+import ferrodist as fd
+from ferrodist.testing import run_ranks
+
+def program(group):
+    if group.rank == 0:
+        fd.send(torch.ones(3), 1)
+        fd.sendrecv(torch.ones(2), 1, None, 1)
+        fd.batch([fd.Send(torch.ones(4, 2)[:, 0], 1), fd.Send(torch.ones(5), 1)])
+        fd.batch([fd.Send(torch.ones(4), 1), fd.Send(torch.ones(5), 1)])
+    else:
+        assert fd.recv((3,), torch.float32, 0).sum() == 3
+        fd.sendrecv(torch.ones(2), 0, None, 0)
+        for count in (4, 5, 4, 5):
+            assert fd.recv_into(torch.zeros(count), 0) == 0
+        try:
+            fd.recv_into(torch.zeros(6), 0, timeout=0.01)
+        except fd.DistributedTimeoutError:
+            pass
+
+run_ranks(program, 2, backend=%r)
+"""
+
+
+@pytest.mark.skipif(not is_native_available(), reason="this installation was built without the native engine")
+def test_messages_say_their_path_too():
+    """Point-to-point calls say so, too, also one that began on the fast path and went on on the general one."""
+    lines = set(_log_of("native-threads", _MESSAGES, FERRODIST_EXPLAIN_CALLS="1"))
+    assert lines >= {
+        "send(float32[3]): fast path",
+        "recv(): fast path",
+        "sendrecv(float32[2]): fast path",
+        "batch(float32[4], float32[5]): fast path",
+        "recv_into(float32[5]): fast path",
+        "recv_into(float32[6]): fast path, then the general path, which goes on with it",
+    }
+    assert any(line.startswith("batch(float32[4], float32[5]): general path: ") for line in lines)
+
+
 @pytest.mark.skipif(not is_native_available(), reason="this installation was built without the native engine")
 def test_each_call_says_its_path_and_why():
     """One line for each call that differs, and how often each came at the end."""

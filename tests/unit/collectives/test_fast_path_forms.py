@@ -15,7 +15,6 @@ import ferrodist as fd
 from ferrodist.backends.native import is_native_available
 from ferrodist.collectives.arguments import compute_shard_sizes
 from ferrodist.collectives.engines.host import share_bytes
-from ferrodist.deadline import before_warning
 from ferrodist.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -377,8 +376,7 @@ def test_large_sendrecv_takes_the_short_way(monkeypatch):
 
 def test_a_sendrecv_that_has_received_goes_on_sending(monkeypatch):
     """What was received before a warning is due is kept while the general path goes on with the rest of the send."""
-    monkeypatch.setattr("ferrodist.collectives.fast_path.before_warning", lambda limit: min(limit, 0.2))
-    assert before_warning(1.0) == 1.0
+    monkeypatch.setattr("ferrodist.deadline.LONG_WAIT_SECONDS", 0.2)
 
     def program(group):
         if group.rank == 0:
@@ -396,7 +394,7 @@ def test_a_sendrecv_that_has_received_goes_on_sending(monkeypatch):
 
 def test_a_sendrecv_that_has_sent_goes_on_receiving(monkeypatch):
     """The same the other way round, and with neither done."""
-    monkeypatch.setattr("ferrodist.collectives.fast_path.before_warning", lambda limit: min(limit, 0.2))
+    monkeypatch.setattr("ferrodist.deadline.LONG_WAIT_SECONDS", 0.2)
 
     def program(group):
         if group.rank == 0:

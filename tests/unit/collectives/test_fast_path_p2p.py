@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import torch
 import ferrodist as fd
 from ferrodist.backends.mailbox import EAGER_LIMIT
 from ferrodist.backends.native import is_native_available
-from ferrodist.backends.native.binding import _DTYPES
+from ferrodist.backends.native.binding import _DTYPES, compiled
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.tensor_protocol import TensorHeader, unclaimed_tensors
@@ -28,25 +29,33 @@ _LARGE = EAGER_LIMIT // 4 + 1000  # elements that are sent once they are asked f
 _WAYS = list(itertools.product(("short", "long"), repeat=2))
 
 
-class _Only:
-    """A group's short way that counts what it ends, and may have to end all."""
+class _State(threading.local):
+    """What this rank's calls of the short way must do."""
 
-    def __init__(self, messages, must_end=True):
-        self._messages = messages
-        self._must_end = must_end
-        self.num_ended = 0
+    must_end = False
+
+
+_state = _State()
+
+
+class _Watched:
+    """The compiled module, whose point-to-point calls may have to end there."""
 
     def __getattr__(self, name):
-        method = getattr(self._messages, name)
+        function = getattr(compiled, name)
 
         def call(*arguments):
-            result = method(*arguments)
-            has_ended = not hasattr(result, "interruption")
-            assert has_ended or not self._must_end, f"{name} has left a call to the long way"
-            self.num_ended += has_ended
+            result = function(*arguments)
+            has_ended = result is not None and not hasattr(result, "interruption")
+            assert has_ended or not _state.must_end, f"{name} has left a call to the long way"
             return result
 
         return call
+
+
+@pytest.fixture(autouse=True)
+def _watched(monkeypatch):
+    monkeypatch.setattr("ferrodist.collectives.p2p.compiled", _Watched())
 
 
 @contextmanager
@@ -54,11 +63,14 @@ def _way(group, way):
     """Have this rank go one way only: a short one that can't be gone to its end is an error."""
     path = group.fast_path
     assert path.p2p is not None
-    group.fast_path = path._replace(p2p=_Only(path.p2p) if way == "short" else None)
+    if way == "long":
+        group.fast_path = path._replace(p2p=None)
+    _state.must_end = way == "short"
     try:
         yield
     finally:
         group.fast_path = path
+        _state.must_end = False
 
 
 def _tensors():
@@ -450,3 +462,159 @@ def test_sends_beyond_the_ring_capacity():
         fd.barrier()
 
     run_ranks(program, 2, backend="native", timeout=60)
+
+
+def _filled(value, count=3):
+    return torch.full((count,), float(value))
+
+
+@pytest.mark.parametrize(("first", "second"), _WAYS)
+def test_batches_on_mixed_paths(first, second):
+    """Sends and receives of all sizes at once, from all to all; those with one peer and tag stay in order."""
+    counts = (3, 0, 2000, 9000, _LARGE, 1)
+
+    def program(group):
+        others = [rank for rank in range(3) if rank != group.rank]
+        with _way(group, first if group.rank else second):
+            for _ in range(3):
+                into = {peer: [_filled(-1, count) for count in counts] for peer in others}
+                operations = [fd.Recv(each, peer, 7) for peer in others for each in into[peer]]
+                operations += [fd.Send(_filled(group.rank + i, n), p, 7) for i, n in enumerate(counts) for p in others]
+                peers = [peer for peer in others for _ in counts] + [peer for _ in counts for peer in others]
+                assert fd.batch(tuple(operations), timeout=30) == peers
+                for peer in others:
+                    for i, found in enumerate(into[peer]):
+                        assert torch.equal(found, _filled(peer + i, counts[i]))
+            right, left = (group.rank + 1) % 3, (group.rank - 1) % 3
+            into = _filled(0)
+            assert fd.batch([fd.Send(_filled(group.rank), right), fd.Recv(into, fd.ANY_SOURCE)]) == [right, left]
+            assert torch.equal(into, _filled(left))
+
+    run_ranks(program, 3, backend="native-threads", timeout=60)
+
+
+@pytest.mark.parametrize("count", [3, _LARGE])
+@pytest.mark.parametrize("way", ["short", "long"])
+def test_a_batch_with_a_wrong_tensor_cancels_the_rest(way, count):
+    """The error is that of the general path; other receives and sends are cancelled, and the group goes on."""
+
+    def program(group):
+        if group.rank == 0:
+            fd.send(_filled(1, count), 1)
+            fd.barrier()
+            with pytest.raises(fd.DistributedTimeoutError):
+                fd.recv_into(_filled(0, _LARGE), 1, tag=2, timeout=0.1)
+            fd.send(_filled(2), 1, tag=1)
+            return
+        kept = group.fast_path
+        group.fast_path = kept if way == "short" else kept._replace(p2p=None)
+        found = _filled(0)
+        with pytest.raises(fd.SizeMismatchError, match=rf"shape \({count},\)") as caught:
+            fd.batch([fd.Recv(torch.zeros(count + 1), 0), fd.Recv(found, 0, 1), fd.Send(_filled(1, _LARGE), 0, 2)])
+        assert caught.value.ranks == (0,)
+        group.fast_path = kept
+        fd.barrier()
+        with _way(group, "short"):
+            fd.recv_into(found, 0, tag=1)
+        assert torch.equal(found, _filled(2))
+
+    run_ranks(program, 2, backend="native-threads", timeout=20)
+
+
+def test_a_batch_goes_on_from_where_the_fast_path_has_left_it(monkeypatch):
+    """What is done before a warning is due is not done again; the general path finishes the rest, in order."""
+    monkeypatch.setattr("ferrodist.deadline.LONG_WAIT_SECONDS", 0.1)
+
+    def program(group):
+        if group.rank == 0:
+            fd.send(_filled(1), 1)
+            fd.send(_filled(2, 5), 1, tag=1)
+            time.sleep(0.4)
+            fd.send(_filled(3), 1)
+            fd.send(_filled(4, _LARGE), 1)
+            assert torch.equal(fd.recv(None, None, 1), _filled(5))
+            assert torch.equal(fd.recv(None, None, 1), _filled(6, _LARGE))
+            return
+        into = [_filled(0), _filled(0), _filled(0, _LARGE), _filled(0, 5)]
+        operations = [fd.Recv(into[0], 0), fd.Recv(into[1], fd.ANY_SOURCE), fd.Recv(into[2], 0), fd.Recv(into[3], 0, 1)]
+        operations += [fd.Send(_filled(5), 0), fd.Send(_filled(6, _LARGE), 0)]
+        assert fd.batch(operations, timeout=30) == [0] * 6
+        assert [each[-1].item() for each in into] == [1, 3, 4, 2]
+
+    run_ranks(program, 2, backend="native-threads", timeout=60)
+
+
+@pytest.mark.parametrize("way", ["short", "long"])
+def test_a_batch_that_is_late_or_left(way):
+    """A batch names whom it waits for when its time is up, and raises soon when that rank leaves."""
+    told = threading.Event()
+
+    def program(group):
+        if group.rank == 1:
+            fd.barrier()
+            assert torch.equal(
+                fd.recv(None, None, 0, tag=3), _filled(1)
+            )  # the small send was not cancelled: it had gone
+            assert torch.equal(fd.recv(None, None, 0, tag=4), _filled(2))
+            group.close()
+            told.set()
+            return
+        path = group.fast_path
+        group.fast_path = path if way == "short" else path._replace(p2p=None)
+
+        def operations():
+            return [fd.Send(_filled(1), 1, 3), fd.Recv(_filled(0), 1), fd.Send(_filled(3, _LARGE), 1, 4)]
+
+        began = time.monotonic()
+        with pytest.raises(fd.DistributedTimeoutError, match=r"send to rank 1, recv from rank 1, .*0\.\d+ s of 0.2 s"):
+            fd.batch(operations(), timeout=0.2)
+        assert 0.2 <= time.monotonic() - began < 5
+        fd.send(_filled(2), 1, tag=4)
+        fd.barrier()
+        began = time.monotonic()
+        with pytest.raises(fd.PeerLostError) as caught:
+            fd.batch(operations(), timeout=60)
+        assert caught.value.ranks == (1,)
+        assert time.monotonic() - began < 10
+        assert told.wait(20)
+
+    run_ranks(program, 2, backend="native-threads", timeout=60)
+
+
+class _TermError(Exception):
+    """What a handler of a signal raises."""
+
+
+@pytest.mark.parametrize("form", ["batch", "sendrecv", "send", "recv"])
+def test_an_interrupted_call_leaves_nothing_half_done(form):
+    """A signal handler's exception leaves the call; what it had not sent is withdrawn, what had come is kept."""
+
+    def program(group):
+        if group.rank == 0:
+            fd.barrier()
+            large = _filled(1, _LARGE)
+            calls = {
+                "batch": lambda: fd.batch([fd.Recv(_filled(0), 1), fd.Send(large, 1), fd.Recv(_filled(0), 1)]),
+                "sendrecv": lambda: fd.sendrecv(large, 1, None, 1, tag=2),
+                "send": lambda: fd.send(large, 1),
+                "recv": lambda: fd.recv(None, None, 1, tag=2),
+            }
+
+            def leave(_number, _frame):
+                raise _TermError
+
+            signal.signal(signal.SIGALRM, leave)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(_TermError):
+                calls[form]()
+            fd.send(_filled(2), 1, tag=2 if form == "sendrecv" else 0)
+            fd.barrier()
+            if form != "batch":
+                assert torch.equal(fd.recv(None, None, 1), _filled(3))
+            return
+        fd.send(_filled(3), 0)
+        fd.barrier()
+        fd.barrier()
+        assert torch.equal(fd.recv(None, None, 0, tag=2 if form == "sendrecv" else 0, timeout=20), _filled(2))
+
+    run_ranks(program, 2, backend="native", timeout=20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 
@@ -11,9 +12,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from ferrodist.backends.native import is_native_available
-from ferrodist.errors import CollectiveMismatchError
+from ferrodist.backends.subgroup import SubBackend
+from ferrodist.errors import CollectiveMismatchError, SizeMismatchError
 from ferrodist.testing import run_ranks
-from ferrodist.torch_backend import work
+from ferrodist.torch_backend import process_group, work
 from ferrodist.torch_backend.process_group import FerrodistProcessGroup
 
 pytestmark = pytest.mark.skipif(
@@ -333,6 +335,52 @@ def test_messages(given, dtype):
         sent.wait()
         assert received._source_rank() == other
         assert tensor.item() == other
+
+    _run(program)
+
+
+def test_small_messages_make_no_request(monkeypatch):
+    """A small message that can be sent, or has come, is moved by the call itself; order, sizes and errors are kept."""
+
+    state, starts = threading.local(), process_group.start_receive
+
+    def start_receive(*arguments):
+        assert not getattr(state, "is_here", False), "a small message that had come was received by a request"
+        return starts(*arguments)
+
+    monkeypatch.setattr(process_group, "start_receive", start_receive)
+
+    def program(made):
+        rank, other, group = made.rank(), 1 - made.rank(), made.group
+        sub = FerrodistProcessGroup(SubBackend(group, [1, 0], name="sub", label="sub"))
+        for here, peer in ((made, other), (sub, 1 - sub.rank())):
+            for count in (1, 3, 4096):
+                sent = [here.send([torch.full((count,), float(10 * rank + i))], peer, 7) for i in range(3)]
+                here.barrier(_options(dist.BarrierOptions)).wait()
+                outs = [_parameter(torch.zeros(count)), torch.zeros(count), torch.zeros(count)]
+                state.is_here = True
+                received = [here.recv([outs[0]], peer, 7), here.recv_anysource([outs[1]], 7)]
+                received.append(here.recv([outs[2]], peer, 7))
+                state.is_here = False
+                assert [work._source_rank() for work in received] == [peer] * 3
+                assert [work.result()[0] is out for work, out in zip(received, outs, strict=True)] == [True] * 3
+                assert all(work.wait(timedelta(seconds=1)) and work.is_success() for work in (*sent, *received))
+                assert [out[-1].item() for out in outs] == [10.0 * other + i for i in range(3)]
+        early = [torch.zeros(1), torch.zeros(1)]
+        works = [made.recv([early[0]], other, 3), made.recv([early[1]], other, 3)]  # nothing has come
+        made.barrier(_options(dist.BarrierOptions)).wait()
+        for value in (1.0, 2.0):
+            made.send([torch.tensor([value])], other, 3)
+        for each in works:
+            each.wait()
+        assert [tensor.item() for tensor in early] == [1.0, 2.0]
+        made.send([torch.ones(2)], other, 4)
+        made.barrier(_options(dist.BarrierOptions)).wait()
+        with pytest.raises(SizeMismatchError):
+            made.recv([torch.ones(3)], other, 4).wait()
+        out = torch.zeros(2)
+        made.recv([out], other, 4).wait()  # it stays
+        assert out.tolist() == [1.0, 1.0]
 
     _run(program)
 

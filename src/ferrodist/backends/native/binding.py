@@ -54,6 +54,7 @@ _FAST_FUNCTIONS = (
     ),
     *("fast_gather_data", "fast_gather_object", "fast_object_from_root", "fast_reduce", "fast_reduce_data"),
     *("fast_reduce_scatter", "fast_reduce_scatter_data", "fast_scatter", "fast_scatter_data"),
+    *("fast_batch", "fast_recv", "fast_recv_bytes", "fast_recv_into", "fast_send", "fast_send_bytes", "fast_sendrecv"),
 )
 
 

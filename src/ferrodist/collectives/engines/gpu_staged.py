@@ -264,7 +264,7 @@ class HostStagedP2P:
                 for operation, pinned in zip(operations, on_host, strict=True)
             ],
             self._group,
-            deadline.remaining(),
+            Deadline(deadline.remaining()),
         )
         for operation, pinned in zip(operations, on_host, strict=True):
             if isinstance(operation, Recv):
