@@ -1,5 +1,6 @@
 #include "bindings/fast_call.h"
 
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <numeric>
@@ -15,14 +16,16 @@ struct Lookup {
     PyObject* collector = nullptr;    // context variable: not None inside `coalesce`
     PyObject* local_group = nullptr;  // context variable: the default group of this context, or None
     PyObject* process = nullptr;      // its `group` is the default group of the process, or None
-    std::array<PyObject*, 5> makers{};
+    PyObject* empty_like = nullptr;
     PyObject* make_tensor = nullptr;
-    PyObject* empty_like = nullptr;  // torch's
+    PyObject* new_empty_name = PyUnicode_InternFromString("new_empty");
     PyObject* group_name = PyUnicode_InternFromString("group");
     PyObject* fast_path_name = PyUnicode_InternFromString("fast_path");
     PyObject* number_name = PyUnicode_InternFromString("number");
 };
 const Lookup* lookup = nullptr;
+
+constexpr std::size_t most_sizes = 16;  // dims of a result
 
 nb::object attribute(nb::handle object, PyObject* name) {
     PyObject* found = PyObject_GetAttr(object.ptr(), name);
@@ -50,16 +53,14 @@ nb::object allocate(std::uint8_t dtype, std::span<const std::int64_t> shape, std
 
 }  // namespace
 
-void set_lookup(nb::handle collector, nb::handle local_group, nb::handle process, nb::handle makers,
+void set_lookup(nb::handle collector, nb::handle local_group, nb::handle process, nb::handle empty_like,
                 nb::handle make_tensor) {
     static Lookup found;
     found.collector = collector.inc_ref().ptr();
     found.local_group = local_group.inc_ref().ptr();
     found.process = process.inc_ref().ptr();
     found.make_tensor = make_tensor.inc_ref().ptr();
-    found.empty_like = nb::object(nb::module_::import_("torch").attr("empty_like")).release().ptr();
-    for (std::size_t i = 0; i < found.makers.size(); ++i)
-        found.makers[i] = Py_NewRef(PyTuple_GET_ITEM(makers.ptr(), static_cast<Py_ssize_t>(i)));
+    found.empty_like = empty_like.inc_ref().ptr();
     lookup = &found;
 }
 
@@ -124,11 +125,36 @@ std::vector<std::size_t> counts_of(nb::handle counts, const Communicator& commun
     return found;
 }
 
+namespace {
+
+// `tensor.new_empty(rows, *sizes)`: torch takes sizes as arguments in 0.4 us less than a tuple of them.
+nb::object new_empty(nb::handle tensor, std::int64_t rows, std::span<const std::int64_t> sizes) {
+    std::array<PyObject*, 2 + most_sizes> arguments = {tensor.ptr(), PyLong_FromLongLong(rows)};
+    std::size_t count = 2;
+    for (const std::int64_t size : sizes) arguments[count++] = PyLong_FromLongLong(size);
+    nb::object made;
+    if (std::all_of(arguments.begin(), arguments.begin() + count, [](PyObject* each) { return each != nullptr; }))
+        made = nb::steal(PyObject_VectorcallMethod(lookup->new_empty_name, arguments.data(), count, nullptr));
+    for (std::size_t i = 1; i < count; ++i) Py_XDECREF(arguments[i]);
+    return made;
+}
+
+}  // namespace
+
 nb::object result_of(nb::handle out, nb::handle tensor, Shape shape, std::size_t number) {
     if (!out.is_none()) return nb::borrow(out);
-    const nb::object count = nb::int_(number);
-    PyObject* arguments[] = {tensor.ptr(), count.ptr()};
-    return nb::steal(PyObject_Vectorcall(lookup->makers[static_cast<std::size_t>(shape)], arguments, 2, nullptr));
+    const auto view = view_tensor(tensor.ptr());
+    if (!view) return nb::none();
+    if (shape == Shape::same) return new_like(tensor);
+    if (shape == Shape::nothing) return new_empty(tensor, 0, {});
+    if (view->shape.empty() || view->shape.size() > most_sizes) return nb::none();
+    const auto factor = static_cast<std::int64_t>(number);
+    std::int64_t rows = view->shape[0];
+    if (shape == Shape::part && rows % factor != 0) return nb::none();
+    if (shape == Shape::joined) rows *= factor;
+    if (shape == Shape::part) rows /= factor;
+    if (shape == Shape::rows) rows = factor;
+    return new_empty(tensor, rows, view->shape.subspan(1));
 }
 
 nb::object new_like(nb::handle tensor) {

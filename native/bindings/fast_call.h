@@ -24,9 +24,9 @@ namespace nb = nanobind;
 // takes. They look up what Python code would, and so must be given the objects to look in: these live as long as the
 // process.
 
-// Sets the objects; `makers` is a tuple of the functions that make results, in the order of `Shape`, and
-// `make_tensor(dtype, shape)` makes one of the dtype with a number of `DType`.
-void set_lookup(nb::handle collector, nb::handle local_group, nb::handle process, nb::handle makers,
+// Sets the objects; `empty_like` is torch's function, and `make_tensor(dtype, shape)` makes one of the dtype with a
+// number of `DType`.
+void set_lookup(nb::handle collector, nb::handle local_group, nb::handle process, nb::handle empty_like,
                 nb::handle make_tensor);
 
 // An entry of a module's table of functions.
@@ -49,7 +49,7 @@ constexpr PyMethodDef fast_method(const char* name) {
 }
 
 // How the result's shape follows from the tensor's and a number.
-enum class Shape : std::size_t {
+enum class Shape {
     same,     // the tensor's; the number is not used
     joined,   // dim 0 so many times as long
     part,     // dim 0 divided by it
@@ -83,7 +83,8 @@ int number_of(nb::handle op);
 // The counts of a list or tuple of ints, one for each rank; empty if the general path is to check them.
 std::vector<std::size_t> counts_of(nb::handle counts, const Communicator& communicator);
 
-// `out`, or a new tensor if that is None; None if the tensor is not plain, and null on an error.
+// `out`, or a new tensor if that is None; None if the tensor is not plain or has no rows to join or divide, and null on
+// an error.
 nb::object result_of(nb::handle out, nb::handle tensor, Shape shape, std::size_t number = 0);
 // A new tensor of `shape` but for its first size, `rows`; null on an error.
 nb::object new_tensor(std::uint8_t dtype, std::span<const std::int64_t> shape, std::size_t rows);

@@ -217,7 +217,7 @@ std::unique_ptr<Started> start(Communicator& self, nb::handle tensor, nb::handle
 void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
     for (PyMethodDef* functions : {fast_functions, sized_functions, data_functions})
         if (PyModule_AddFunctions(m.ptr(), functions) < 0) throw nb::python_error();
-    m.def("load_fast_paths", &set_lookup, "collector"_a, "local_group"_a, "process"_a, "makers"_a, "make_tensor"_a,
+    m.def("load_fast_paths", &set_lookup, "collector"_a, "local_group"_a, "process"_a, "empty_like"_a, "make_tensor"_a,
           "Set where the fast paths find the default group, and the functions that make their results.");
     nb::class_<Started>(m, "Started", "A started collective.")
         .def("is_done", &Started::is_done)

@@ -88,6 +88,8 @@ NB_MODULE(_native, m) {
     bind_failures(m);
 
     m.attr("PAGE_BYTES") = shm::page_bytes;
+    m.attr("SHARE_ROOM") = share_room;
+    m.attr("SHARE_ROOM_BETWEEN_HOSTS") = share_room_between_hosts;
     m.def(
         "load_tensor_interface",
         [](nb::handle tensor_type, nb::handle parameter_type, nb::handle increment_version) {
@@ -228,8 +230,10 @@ NB_MODULE(_native, m) {
                 const std::string_view key{static_cast<const char*>(name.data()), name.size()};
                 const std::string_view value{static_cast<const char*>(data.data()), data.size()};
                 std::vector<std::string> shared;
-                run(self, ticket, timeout,
-                    [&](Context& context, const Deadline& deadline) { shared = share(context, key, value, deadline); });
+                const auto take = [&](std::string_view bytes) { shared.emplace_back(bytes); };
+                run(self, ticket, timeout, [&](Context& context, const Deadline& deadline) {
+                    share(context, key, value, {}, take, deadline);
+                });
                 nb::list result;
                 for (const std::string& each : shared) result.append(to_bytes(each));
                 return result;

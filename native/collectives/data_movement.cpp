@@ -199,33 +199,51 @@ void scatter(Context& context, std::byte* out, const std::byte* source, std::spa
         deadline);
 }
 
-std::vector<std::string> share(Context& context, std::string_view name, std::string_view data,
-                               const Deadline& deadline) {
-    std::byte* payload = context.fabric.begin({.operation = static_cast<std::uint8_t>(Operation::share)});
-    std::memset(payload, 0, share_name_bytes);
-    std::memcpy(payload, name.data(), std::min(name.size(), share_name_bytes));
-    const std::uint64_t length = data.size();
-    std::vector<std::string> shared;
-    exchange(
-        context, payload + share_name_bytes, {}, 1,
-        [&](std::size_t, std::byte* slot) {
-            std::memcpy(slot, &length, sizeof length);
-            std::memcpy(slot + sizeof length, data.data(), data.size());
-        },
-        [&](std::size_t, int) { return Range{.size = sizeof length + data.size()}; },
-        [&](std::size_t, std::uint64_t number) {
-            for (int r = 0; r < context.num_ranks; ++r)
-                if (std::memcmp(context.fabric.arrival(r).payload.data(), payload, share_name_bytes) != 0)
-                    context.fabric.throw_mismatch();
-            for (int r = 0; r < context.num_ranks; ++r) {
-                const std::byte* slot = context.fabric.slot(r, number);
-                std::uint64_t size = 0;
-                std::memcpy(&size, slot, sizeof size);
-                shared.emplace_back(reinterpret_cast<const char*>(slot + sizeof size), size);
-            }
-        },
-        [](const Sources&) {}, deadline);
-    return shared;
+void share(Context& context, std::string_view name, std::string_view head, std::string_view elements,
+           const std::function<void(std::string_view)>& take, const Deadline& deadline) {
+    struct Front {
+        std::array<char, share_name_bytes> name = {};
+        std::uint64_t size = 0;
+    };
+    // What has room behind the front in the arrival record is there, all else in a slot.
+    constexpr std::size_t inline_room = shm::max_inline_bytes - sizeof(Front);
+    Fabric& fabric = context.fabric;
+    const std::size_t room = fabric.has_remote_ranks() ? share_room_between_hosts : share_room;
+    if (head.size() + elements.size() > room) elements = {};
+    Front own{.size = head.size() + elements.size()};
+    std::copy_n(name.data(), std::min(name.size(), share_name_bytes), own.name.data());
+    const std::uint64_t number = fabric.next_segment();
+    std::byte* const payload = fabric.begin({.operation = static_cast<std::uint8_t>(Operation::share)});
+    std::memcpy(payload, &own, sizeof own);
+    const auto write = [&](std::byte* to) {
+        copy_bytes(to, reinterpret_cast<const std::byte*>(head.data()), head.size());
+        copy_bytes(to + head.size(), reinterpret_cast<const std::byte*>(elements.data()), elements.size());
+    };
+    if (own.size <= inline_room) {
+        write(payload + sizeof own);
+    } else {
+        await_slot(fabric, number, deadline);
+        write(fabric.slot(context.rank, number));
+        fabric.send_staged(number, [&](int) { return Range{.size = own.size}; });
+    }
+    fabric.enter(deadline);
+    const auto front_of = [&](int r) {
+        Front front;
+        std::memcpy(&front, fabric.arrival(r).payload.data(), sizeof front);
+        front.size = std::min<std::uint64_t>(front.size, room);
+        return front;
+    };
+    for (int r = 0; r < context.num_ranks; ++r)
+        if (front_of(r).name != own.name) fabric.throw_mismatch();
+    bool any_in_slot = false;
+    for (int r = 0; r < context.num_ranks; ++r) {
+        const std::uint64_t size = front_of(r).size;
+        const bool is_in_slot = size > inline_room;
+        const std::byte* from = is_in_slot ? fabric.slot(r, number) : fabric.arrival(r).payload.data() + sizeof own;
+        take({reinterpret_cast<const char*>(from), size});
+        any_in_slot = any_in_slot || is_in_slot;
+    }
+    if (any_in_slot) fabric.count_segments(1);
 }
 
 }  // namespace ferrodist

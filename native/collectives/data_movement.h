@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <span>
+#include <string_view>
 
 #include "collectives/context.h"
 
@@ -40,8 +42,14 @@ void all_to_all(Context& context, std::span<std::byte* const> outs, std::span<co
 // Bytes of the name of a `share` call that ranks compare.
 inline constexpr std::size_t share_name_bytes = 24;
 
-// Gathers every rank's bytes on all ranks, in rank order. `name` must be the same on all ranks.
-std::vector<std::string> share(Context& context, std::string_view name, std::string_view data,
-                               const Deadline& deadline);
+// The most bytes that a rank shares. Between hosts each rank sends all of its own to each other rank, so that a second
+// meeting is soon cheaper.
+inline constexpr std::size_t share_room = 16 * 1024;
+inline constexpr std::size_t share_room_between_hosts = 2 * 1024;
+
+// Gathers every rank's bytes on all ranks: `head` and, if both together have room, `elements`. Calls `take(bytes)` for
+// each rank, in rank order. `name` must be the same on all ranks.
+void share(Context& context, std::string_view name, std::string_view head, std::string_view elements,
+           const std::function<void(std::string_view)>& take, const Deadline& deadline);
 
 }  // namespace ferrodist

@@ -41,6 +41,10 @@ class CollectiveEngine(Protocol):
 class HostEngine(CollectiveEngine, Protocol):
     """A `CollectiveEngine` of tensors on the host, which may run in any thread."""
 
+    @property
+    def share_room(self) -> int:
+        """The most bytes that a rank may give to a `share`."""
+
     def await_turn(self, sequence: int) -> None:
         """Return when the collective at this position may begin, or the group has ended: its time counts from then."""
 

@@ -6,7 +6,7 @@ import math
 import struct
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -25,15 +25,23 @@ from ferrodist.collectives.arguments import (
     prepare_out,
 )
 from ferrodist.collectives.eager_calls import eager_all_gather
-from ferrodist.collectives.engines.host import share_bytes
+from ferrodist.collectives.engines.host import host_engine_of, share_bytes
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import start_all_gather, start_reduce_scatter
 from ferrodist.collectives.graphs import in_graphs
-from ferrodist.collectives.payloads import abort_for_disagreement, check_sizes, unpack_payloads
+from ferrodist.collectives.payloads import (
+    abort_for_disagreement,
+    check_sizes,
+    dtype_at,
+    elements_after,
+    few_elements,
+    unpack_payloads,
+)
 from ferrodist.collectives.profiling import is_recorded, profiled, record
-from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
-from ferrodist.collectives.work import PreparedCall, execute, refuse_in_coalesce, submit
+from ferrodist.collectives.reduce_op import DTYPES, Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
+from ferrodist.collectives.work import PreparedCall, complete, execute, refuse_in_coalesce, submit
 from ferrodist.deadline import Deadline
+from ferrodist.torch_private.compilers import is_traced
 from ferrodist.torch_private.profiling import is_profiling
 
 if TYPE_CHECKING:
@@ -42,7 +50,9 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.work import PendingCollective
 
-_SIZE = struct.Struct("<qqqq")  # size along the dim, the dim, number of dims, whether it is on a GPU
+# Size along the dim, elements of the other dims, the dim, number of dims, root or -1, dtype's index in DTYPES, whether
+# it is on a GPU. The elements follow if they are few: see [Note: shared sizes] in native/bindings/fast_sized.cpp.
+_PART = struct.Struct("<qqhhiBB")
 
 
 @in_graphs
@@ -105,7 +115,8 @@ def all_gather_uneven(
 ) -> torch.Tensor:
     """`all_gather` of tensors that differ in the size of ``dim``, and in no other.
 
-    Costs one more verification, in which the ranks share their sizes.
+    The ranks share their sizes first, which costs one more verification, unless all their tensors are small: those are
+    shared with the sizes.
 
     Args:
         tensor: The input, of equal dtype, and equal shape but for ``dim``, on all ranks; may be empty. Ranks compare
@@ -137,42 +148,66 @@ def all_gather_uneven(
     chosen, limit = group_and_timeout(group, timeout)
     check_out(out, tensor, dtype=tensor.dtype)
     deadline = Deadline(limit, elapsed=time.monotonic() - began)
-    sizes = share_sizes("all_gather_uneven", tensor, dim, chosen, limit, payloads=result)
-    return execute(all_gather_call(tensor, dim, chosen, out, deadline.remaining(), sizes))
+    shared = share_parts("all_gather_uneven", tensor, dim, chosen, limit, payloads=result)
+    call = all_gather_call(tensor, dim, chosen, out, deadline.remaining(), shared.sizes)
+    return execute(call) if shared.elements is None else complete(call, shared.elements)
 
 
-_DEVICES = ("on the CPU", "on a GPU")
+class SharedParts(NamedTuple):
+    """What ranks have shared of the parts to be joined."""
+
+    sizes: list[int]  # of each rank, along the dim
+    elements: list[memoryview] | None  # of each rank, if all have come and fit together
 
 
-def share_sizes(
+def share_parts(
     operation: str,
     tensor: torch.Tensor,
     dim: int,
     group: Backend,
     timeout: float,
     *,
+    root: int = -1,
     payloads: Sequence[bytes] | None = None,
-) -> list[int]:
-    """Share each rank's size along a dim; ``dim`` and the number of dims must be equal on all ranks.
+) -> SharedParts:
+    """Share each rank's size along a dim, and elements if they are few.
 
-    ``payloads`` are what the ranks have shared, if they have.
+    ``dim`` and the number of dims must be equal on all ranks. What else is different is found by the collective that
+    joins the parts: without ``elements`` it is to run on all ranks. ``payloads`` are what the ranks have shared, if
+    they have.
     """
     if payloads is None:
         refuse_in_coalesce(operation)
         engine_of(group, tensor.device)  # raises before other ranks wait for this one
-        payload = _SIZE.pack(tensor.shape[dim], dim, tensor.dim(), tensor.is_cuda)
-        payloads = share_bytes(group, operation, payload, timeout)
-    shared = unpack_payloads(_SIZE, payloads, group, operation)
-    differing = tuple(rank for rank, each in enumerate(shared) if each[1:] != shared[0][1:])
+        row = math.prod([*tensor.shape[:dim], *tensor.shape[dim + 1 :]])
+        number = DTYPES.index(tensor.dtype)
+        head = _PART.pack(tensor.shape[dim], row, dim, tensor.dim(), root, number, tensor.is_cuda)
+        if not is_traced(tensor):
+            head += few_elements(flatten(tensor), host_engine_of(group).share_room - len(head))
+        payloads = share_bytes(group, operation, head, timeout)
+    shared = unpack_payloads(_PART, payloads, group, operation)
+    differing = tuple(rank for rank, each in enumerate(shared) if _along(each) != _along(shared[0]))
     if differing:
         calls = (
-            f"rank {rank} joins along dim {shared[rank][1]} of {shared[rank][2]}, {_DEVICES[shared[rank][3]]}"
-            for rank in (0, differing[0])
+            "rank {} joins along dim {} of {}, {}".format(rank, *_along(shared[rank])) for rank in (0, differing[0])
         )
         raise abort_for_disagreement(group, operation, calls, "Pass the same everywhere.", differing)
-    for rank, each in enumerate(shared):
-        check_sizes(each[:1], group, rank, operation)
-    return [each[0] for each in shared]
+    elements = []
+    for rank, (size, row, _, _, _, number, is_on_gpu) in enumerate(shared):
+        check_sizes((size, row), group, rank, operation)
+        size_bytes = size * row * dtype_at(number, group, rank, operation).itemsize
+        come = elements_after(_PART.size, payloads[rank], size_bytes, group=group, rank=rank, operation=operation)
+        if come is not None and not is_on_gpu:
+            elements.append(come)
+    fit = len({(row, root, number) for _, row, _, _, root, number, _ in shared}) == 1
+    sizes = [each[0] for each in shared]
+    return SharedParts(sizes, elements if fit and len(elements) == len(sizes) else None)
+
+
+def _along(part: tuple[int, ...]) -> tuple[int, int, str]:
+    """What must be equal on all ranks of a `_PART`: the dim, the number of dims, the kind of device."""
+    _, _, dim, num_dims, _, _, is_on_gpu = part
+    return dim, num_dims, "on a GPU" if is_on_gpu else "on the CPU"
 
 
 def all_gather_call(  # noqa: PLR0917 - the public signature

@@ -7,8 +7,8 @@ meet in the engine, so different ranks may take different ones. Started calls ar
 A collective's function takes the arguments of its public namesake and returns the result, or None before anything has
 happened. Those that block are C++, in native/bindings/fast_path.cpp, and called as ``compiled.fast_allreduce``;
 `fast_barrier` returns whether it is done, and so do those of ``torch.distributed``, in fast_data.cpp, which take
-tensors to write into and are invisible to autograd; they start calls, too. Those in which ranks share their sizes
-first, in fast_sized.cpp, may return a list: the payloads that the ranks have shared, where the general path is to go
+tensors to write into and are invisible to autograd; they start calls, too. Those in which ranks share their sizes,
+in fast_sized.cpp, may return a list: the payloads that the ranks have shared, where the general path is to go
 on. Those that start other collectives are here; those of point-to-point calls are in `fast_p2p.py`.
 """
 
@@ -129,16 +129,6 @@ def _scattered(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor | None:
     return tensor.new_empty((tensor.shape[0] // num_ranks, *tensor.shape[1:]))
 
 
-def _rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor | None:
-    if not _is_plain(tensor):
-        return None
-    return tensor.new_empty((num_rows, *tensor.shape[1:]))
-
-
-def _empty(tensor: torch.Tensor, _number: int) -> torch.Tensor | None:
-    return tensor.new_empty(0) if _is_plain(tensor) else None
-
-
 def _new(dtype_index: int, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=DTYPES[dtype_index], device="cpu")
 
@@ -197,6 +187,5 @@ class _NativeWork(PendingCollective[Any]):
 
 
 if is_native_available():
-    _makers = (_like, _gathered, _scattered, _rows, _empty)  # in the order of `Shape` in native/bindings/fast_call.h
     start_log()
-    compiled.load_fast_paths(collector, *process_group.default_holders(), _makers, _new)
+    compiled.load_fast_paths(collector, *process_group.default_holders(), torch.empty_like, _new)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.native.binding import compiled
-from ferrodist.collectives.all_gather import ConcatSpec, share_sizes
+from ferrodist.collectives.all_gather import ConcatSpec, share_parts
 from ferrodist.collectives.arguments import (
     OutputBuffer,
     check_dim,
@@ -29,18 +30,20 @@ from ferrodist.collectives.arguments import (
     prepare_out,
     records_history,
 )
-from ferrodist.collectives.engines.host import share_bytes
+from ferrodist.collectives.engines.host import host_engine_of, share_bytes
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.payloads import (
     abort_for_disagreement,
     abort_for_protocol_error,
     check_sizes,
     dtype_at,
+    elements_after,
+    few_elements,
     unpack_payloads,
 )
 from ferrodist.collectives.profiling import is_recorded, record
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.collectives.work import PreparedCall, execute, refuse_in_coalesce
+from ferrodist.collectives.work import PreparedCall, complete, execute, refuse_in_coalesce
 from ferrodist.deadline import Deadline
 from ferrodist.torch_private.profiling import is_profiling
 
@@ -51,9 +54,11 @@ if TYPE_CHECKING:
 
 _MAX_SCATTER_DIMS = 12
 
-# Every rank's dim and src; the root's also has: dtype's index in DTYPES, records history, is on a GPU, num dims, shape.
+# Every rank's dim and src; the root's also has: dtype's index in DTYPES, flags, num dims. The shape follows, and the
+# elements if they are few: see [Note: shared sizes] in native/bindings/fast_sized.cpp.
 _SCATTER_CALL = struct.Struct("<ii")
-_SCATTER_HEAD = struct.Struct(f"<iiB??B{_MAX_SCATTER_DIMS}q")
+_SCATTER_HEAD = struct.Struct("<iiBBB")
+_RECORDS_HISTORY, _IS_ON_GPU = 1, 2  # the flags
 
 
 def gather(
@@ -102,11 +107,12 @@ def gather(
     check_out_of_root(chosen, dst, out)
     check_out(out, part, dtype=part.dtype)
     deadline = Deadline(limit, elapsed=time.monotonic() - began)
-    sizes = share_sizes("gather", part, dim, chosen, limit, payloads=result)
-    return gather_with_sizes(part, sizes, dst, dim=dim, group=chosen, out=out, timeout=deadline.remaining())
+    shared = share_parts("gather", part, dim, chosen, limit, root=dst, payloads=result)
+    call = gather_call(part, shared.sizes, dst, dim=dim, group=chosen, out=out, timeout=deadline.remaining())
+    return execute(call) if shared.elements is None else complete(call, shared.elements)
 
 
-def gather_with_sizes(
+def gather_call(
     part: torch.Tensor,
     sizes: Sequence[int],
     dst: int,
@@ -115,8 +121,8 @@ def gather_with_sizes(
     group: Backend,
     out: torch.Tensor | None = None,
     timeout: float,
-) -> torch.Tensor:
-    """`gather` with known sizes: rank r's part has ``sizes[r]`` along ``dim``."""
+) -> PreparedCall[torch.Tensor]:
+    """`gather` with known sizes, ready to run: rank r's part has ``sizes[r]`` along ``dim``."""
     is_root = group.rank == dst
     engine = engine_of(group, part.device)
     concat = ConcatSpec(part, dim, sizes)
@@ -129,7 +135,7 @@ def gather_with_sizes(
     def backward(grad: torch.Tensor) -> torch.Tensor:
         fresh = prepare_out(None, part.shape, part.dtype, device=part.device)
         whole = grad if is_root else None
-        return scatter_with_sizes(whole, fresh, sizes, dst, dim=dim, group=group, timeout=group.timeout)
+        return execute(scatter_call(whole, fresh, sizes, dst, dim=dim, group=group, timeout=group.timeout))
 
     op = CollectiveOp(
         kind=CollectiveKind.GATHER,
@@ -140,7 +146,7 @@ def gather_with_sizes(
         timeout=timeout,
     )
     finish = finish_with(target, part, out, backward, once=True)
-    return execute(PreparedCall(op=op, group=group, engine=engine, finish=finish))
+    return PreparedCall(op=op, group=group, engine=engine, finish=finish)
 
 
 def scatter(
@@ -155,8 +161,8 @@ def scatter(
     """Scatter rank ``src``'s tensor over the ranks along ``dim``.
 
     Sizes that the world size doesn't divide follow `compute_shard_sizes`. The other ranks get shape, dtype and kind of
-    device from ``src``, at the cost of one more verification. If ``out`` does not fit, they take part before they
-    raise, and the group goes on.
+    device from ``src``, at the cost of one more verification unless its tensor is small. If ``out`` does not fit, they
+    take part before they raise, and the group goes on.
 
     Backward is a collective of all ranks. ``loss.backward()`` runs it everywhere. ``torch.autograd.grad`` runs it only
     on ranks with one of its inputs: for it the other ranks pass an empty tensor that requires grad, as `gather` returns
@@ -201,21 +207,24 @@ def scatter(
     if payloads is None:
         refuse_in_coalesce("scatter")
         payloads = share_bytes(chosen, "scatter", payload, limit)
-    _compare_scatters(payloads, chosen)
-    dim, _, dtype_index, recorded, is_cuda, num_dims, *shape = _SCATTER_HEAD.unpack(payloads[src])
-    check_sizes(shape, chosen, src, "scatter")
-    dtype = dtype_at(dtype_index, chosen, src, "scatter")
+    head = _read_scatters(payloads, chosen)
+    dim, shape = head.dim, head.shape
     sizes = compute_shard_sizes(shape[dim], chosen.world_size)
-    device = _device_of_part(is_cuda, tensor, out)
+    device = _device_of_part(head.is_on_gpu, tensor, out)
     whole = tensor
     is_elsewhere = whole is not None and whole.device != device
-    if whole is None or is_elsewhere or (recorded and not whole.requires_grad):
-        whole = torch.empty(0, requires_grad=recorded, device=device)  # so that backward runs through here too
-    with torch.enable_grad() if recorded else torch.no_grad():
-        target = prepare_late_out(out, _part_shape(shape[:num_dims], dim, chosen), dtype, whole)
+    if whole is None or is_elsewhere or (head.is_recorded and not whole.requires_grad):
+        # So that backward runs through here too.
+        whole = torch.empty(0, requires_grad=head.is_recorded, device=device)
+    with torch.enable_grad() if head.is_recorded else torch.no_grad():
+        target = prepare_late_out(out, _part_shape(shape, dim, chosen), head.dtype, whole)
         if is_elsewhere:
             target = replace(target, refusal=ValueError(f"rank {src}'s tensor is on a {device.type}: pass one there"))
-        return scatter_with_sizes(whole, target, sizes, src, dim=dim, group=chosen, timeout=deadline.remaining())
+        call = scatter_call(whole, target, sizes, src, dim=dim, group=chosen, timeout=deadline.remaining())
+        if head.elements is None:
+            return execute(call)
+        first, end = (sum(call.op.counts[:rank]) * head.dtype.itemsize for rank in (chosen.rank, chosen.rank + 1))
+        return complete(call, [head.elements[first:end]])
 
 
 def _check_scatter(tensor: torch.Tensor | None, src: int, dim: int, group: Backend, out: torch.Tensor | None) -> bytes:
@@ -232,11 +241,16 @@ def _check_scatter(tensor: torch.Tensor | None, src: int, dim: int, group: Backe
     dim = check_dim(tensor, dim)
     if tensor.dim() > _MAX_SCATTER_DIMS:
         raise ValueError(f"scatter takes tensors of at most {_MAX_SCATTER_DIMS} dims, not {tensor.dim()}: reshape it")
-    shape = [*tensor.shape, *[0] * (_MAX_SCATTER_DIMS - tensor.dim())]
     check_out(out, tensor, shape=_part_shape(tensor.shape, dim, group), dtype=tensor.dtype)
     engine_of(group, tensor.device)
-    facts = (DTYPES.index(tensor.dtype), records_history(tensor), tensor.is_cuda)
-    return _SCATTER_HEAD.pack(dim, src, *facts, tensor.dim(), *shape)
+    flags = _RECORDS_HISTORY * records_history(tensor) | _IS_ON_GPU * tensor.is_cuda
+    head = _SCATTER_HEAD.pack(dim, src, DTYPES.index(tensor.dtype), flags, tensor.dim())
+    head += struct.pack(f"<{tensor.dim()}q", *tensor.shape)
+    room = host_engine_of(group).share_room - len(head)
+    if tensor.nbytes > room:
+        return head
+    parts = flatten_parts(tensor, dim, compute_shard_sizes(tensor.shape[dim], group.world_size))
+    return head + few_elements(parts, room)
 
 
 def _device_of_part(is_cuda: bool, *given: torch.Tensor | None) -> torch.device:  # noqa: FBT001 - read from a header
@@ -253,23 +267,49 @@ def _part_shape(shape: Sequence[int], dim: int, group: Backend) -> list[int]:
     return [*shape[:dim], compute_shard_sizes(shape[dim], group.world_size)[group.rank], *shape[dim + 1 :]]
 
 
-def _compare_scatters(payloads: Sequence[bytes], group: Backend) -> None:
-    """Raise the same error on every rank unless all ranks have the same src and dim."""
+class _ScatterHead(NamedTuple):
+    """What the root of a scatter has told of its tensor."""
+
+    dim: int
+    dtype: torch.dtype
+    is_recorded: bool
+    is_on_gpu: bool
+    shape: tuple[int, ...]
+    elements: memoryview | None  # part after part, if they have come
+
+
+def _read_scatters(payloads: Sequence[bytes], group: Backend) -> _ScatterHead:
+    """Read what ranks have shared; raises the same error on every rank unless all have the same src and dim."""
     dims_and_roots = unpack_payloads(_SCATTER_CALL, payloads, group, "scatter")
     root = dims_and_roots[0][1]
     if len({src for _, src in dims_and_roots}) == 1:
-        if len(payloads[root]) != _SCATTER_HEAD.size:
-            raise abort_for_protocol_error(group, root, "sent no shape with its scatter")
-        dim, _, _, _, _, num_dims, *_ = _SCATTER_HEAD.unpack(payloads[root])
-        if not 0 <= dim < num_dims <= _MAX_SCATTER_DIMS:
-            raise abort_for_protocol_error(group, root, "named a dim with its scatter that no tensor has")
-        if all(other in (dim, dim - num_dims) for other, _ in dims_and_roots):
-            return
+        head = _read_scatter_of_root(payloads[root], root, group)
+        if all(other in (head.dim, head.dim - len(head.shape)) for other, _ in dims_and_roots):
+            return head
     calls = (f"rank {rank} called scatter(src={src}, dim={dim})" for rank, (dim, src) in enumerate(dims_and_roots))
     raise abort_for_disagreement(group, "a scatter", calls, "Pass the same src and dim on every rank.")
 
 
-def scatter_with_sizes(
+def _read_scatter_of_root(payload: bytes, root: int, group: Backend) -> _ScatterHead:
+    if len(payload) < _SCATTER_HEAD.size:
+        raise abort_for_protocol_error(group, root, "sent no shape with its scatter")
+    dim, _, dtype_index, flags, num_dims = _SCATTER_HEAD.unpack_from(payload)
+    if not 0 <= dim < num_dims <= _MAX_SCATTER_DIMS:
+        raise abort_for_protocol_error(group, root, "named a dim with its scatter that no tensor has")
+    sizes = struct.Struct(f"<{num_dims}q")
+    start = _SCATTER_HEAD.size + sizes.size
+    if len(payload) < start:
+        raise abort_for_protocol_error(group, root, "sent no shape with its scatter")
+    shape = sizes.unpack_from(payload, _SCATTER_HEAD.size)
+    check_sizes(shape, group, root, "scatter")
+    dtype = dtype_at(dtype_index, group, root, "scatter")
+    size_bytes = math.prod(shape) * dtype.itemsize
+    elements = elements_after(start, payload, size_bytes, group=group, rank=root, operation="scatter")
+    is_on_gpu = bool(flags & _IS_ON_GPU)
+    return _ScatterHead(dim, dtype, bool(flags & _RECORDS_HISTORY), is_on_gpu, shape, None if is_on_gpu else elements)
+
+
+def scatter_call(
     tensor: torch.Tensor | None,
     target: OutputBuffer,
     sizes: Sequence[int],
@@ -278,8 +318,8 @@ def scatter_with_sizes(
     dim: int,
     group: Backend,
     timeout: float,
-) -> torch.Tensor:
-    """`scatter` with known sizes: rank r gets ``sizes[r]`` along ``dim``, this rank into ``target``."""
+) -> PreparedCall[torch.Tensor]:
+    """`scatter` with known sizes, ready to run: rank r gets ``sizes[r]`` along ``dim``, this rank into ``target``."""
     is_root = group.rank == src
     part = target.result
     whole = tensor if tensor is not None else part.new_empty(0)
@@ -288,11 +328,11 @@ def scatter_with_sizes(
     counts = ConcatSpec(part, dim, sizes).counts
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
-        joined = gather_with_sizes(grad, sizes, src, dim=dim, group=group, timeout=group.timeout)
+        joined = execute(gather_call(grad, sizes, src, dim=dim, group=group, timeout=group.timeout))
         return joined if is_root else torch.zeros_like(whole)
 
     op = CollectiveOp(
         kind=CollectiveKind.SCATTER, source=source, out=target.flat, counts=counts, root=src, timeout=timeout
     )
     finish = finish_with(target, whole, None, backward, once=True)
-    return execute(PreparedCall(op=op, group=group, engine=engine, finish=finish))
+    return PreparedCall(op=op, group=group, engine=engine, finish=finish)

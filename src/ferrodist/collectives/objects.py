@@ -29,21 +29,22 @@ import numpy as np
 import torch
 
 from ferrodist.backends.native.binding import compiled
-from ferrodist.backends.signature import MAX_PAYLOAD
-from ferrodist.collectives.all_gather import all_gather_with_sizes, share_sizes
+from ferrodist.collectives.all_gather import all_gather_with_sizes, share_parts
 from ferrodist.collectives.arguments import check_root, check_tensor, group_and_timeout, prepare_out, python_value
-from ferrodist.collectives.engines.host import share_bytes
-from ferrodist.collectives.gather import gather_with_sizes, scatter_with_sizes
+from ferrodist.collectives.engines.host import host_engine_of, share_bytes
+from ferrodist.collectives.gather import gather_call, scatter_call
 from ferrodist.collectives.p2p import recv, send
 from ferrodist.collectives.payloads import (
     abort_for_disagreement,
     abort_for_protocol_error,
     check_sizes,
+    elements_after,
+    few_elements,
     unpack_payloads,
 )
 from ferrodist.collectives.profiling import profiled
 from ferrodist.collectives.reduce import broadcast
-from ferrodist.collectives.work import refuse_in_coalesce
+from ferrodist.collectives.work import execute, refuse_in_coalesce
 from ferrodist.deadline import Deadline
 from ferrodist.errors import ProtocolError
 from ferrodist.wording import with_article
@@ -125,9 +126,10 @@ def all_gather_object(
     if type(found) is tuple:
         joined, sizes = found
     else:
-        sizes = share_sizes("all_gather_object", encoded, 0, chosen, limit, payloads=found)
-        joined = all_gather_with_sizes(encoded, sizes, dim=0, group=chosen, timeout=deadline.remaining())
-    return _decode_all(_split(joined, sizes), allow_pickle, chosen)
+        sizes, joined = share_parts("all_gather_object", encoded, 0, chosen, limit, payloads=found)
+        if joined is None:
+            joined = all_gather_with_sizes(encoded, sizes, dim=0, group=chosen, timeout=deadline.remaining())
+    return _decode_all(_by_rank(joined, sizes), allow_pickle, chosen)
 
 
 @profiled
@@ -150,11 +152,14 @@ def broadcast_object(
     deadline = Deadline(limit)
     sizes = [encoded.numel()]
     received = compiled.fast_object_from_root(encoded, sizes, False, root, chosen, limit)
-    if not isinstance(received, torch.Tensor):
-        (size,) = _sizes_of_root("broadcast_object", sizes, root, chosen, deadline, payloads=received)
-        if chosen.rank != root:
-            encoded = prepare_out(None, (size,), torch.uint8).flat
-        received = broadcast(encoded, root, group=chosen, timeout=deadline.remaining())
+    if received is None or isinstance(received, list):
+        (size,), received = _sizes_of_root(
+            "broadcast_object", sizes, encoded, root, chosen, deadline, payloads=received
+        )
+        if received is None:
+            if chosen.rank != root:
+                encoded = prepare_out(None, (size,), torch.uint8).flat
+            received = broadcast(encoded, root, group=chosen, timeout=deadline.remaining())
     return _decode_all({root: _view(received)}, allow_pickle, chosen)[0]
 
 
@@ -175,11 +180,13 @@ def gather_object(
     if type(found) is tuple:
         joined, sizes = found
     else:
-        sizes = share_sizes("gather_object", encoded, 0, chosen, limit, payloads=found)
-        joined = gather_with_sizes(encoded, sizes, dst, dim=0, group=chosen, timeout=deadline.remaining())
+        sizes, joined = share_parts("gather_object", encoded, 0, chosen, limit, root=dst, payloads=found)
+        if joined is None:
+            call = gather_call(encoded, sizes, dst, dim=0, group=chosen, timeout=deadline.remaining())
+            joined = execute(call)
     if chosen.rank != dst:
         return None
-    return _decode_all(_split(joined, sizes), allow_pickle, chosen)
+    return _decode_all(_by_rank(joined, sizes), allow_pickle, chosen)
 
 
 @profiled
@@ -193,7 +200,7 @@ def scatter_object(
 ) -> Any:
     """Scatter ``values`` of rank ``src``, which are not read elsewhere, to the ranks. See `all_gather_object`.
 
-    With more than 13 ranks the sizes take one more message.
+    Between more than 13 ranks the sizes take one more message, unless the group has the native engine.
 
     Raises:
         ValueError: ``src`` has not one object for each rank.
@@ -211,13 +218,19 @@ def scatter_object(
     whole = _checked(None if objects is None else bytearray().join(objects))
     deadline = Deadline(limit)
     part = None
-    if _fit_in_payload(sizes):
+    if _fit_in_payload(sizes, chosen):
         part = compiled.fast_object_from_root(whole, sizes, True, src, chosen, limit)
-    if not isinstance(part, torch.Tensor):
-        counts = _sizes_of_root("scatter_object", sizes, src, chosen, deadline, root_name="src", payloads=part)
-        mine = prepare_out(None, (counts[chosen.rank],), torch.uint8)
-        source = None if objects is None else whole
-        part = scatter_with_sizes(source, mine, counts, src, dim=0, group=chosen, timeout=deadline.remaining())
+    if part is None or isinstance(part, list):
+        counts, joined = _sizes_of_root(
+            "scatter_object", sizes, whole, src, chosen, deadline, root_name="src", payloads=part
+        )
+        if joined is not None:
+            part = _by_rank(joined, counts)[chosen.rank]
+        else:
+            mine = prepare_out(None, (counts[chosen.rank],), torch.uint8)
+            source = None if objects is None else whole
+            call = scatter_call(source, mine, counts, src, dim=0, group=chosen, timeout=deadline.remaining())
+            part = execute(call)
     return _decode_all({src: _view(part)}, allow_pickle, chosen)[0]
 
 
@@ -287,46 +300,51 @@ _decoder = msgspec.msgpack.Decoder()
 _ROOT = struct.Struct("<i")
 
 
-def _fit_in_payload(sizes: Sequence[int]) -> bool:
+def _fit_in_payload(sizes: Sequence[int], group: Backend) -> bool:
     """True if the root's sizes fit in the payload of a `share`."""
-    return _ROOT.size + 8 * len(sizes) <= MAX_PAYLOAD
+    return _ROOT.size + 8 * len(sizes) <= host_engine_of(group).share_room
 
 
-def _sizes_of_root(
+def _sizes_of_root(  # noqa: PLR0917
     operation: str,
     sizes: Sequence[int],
+    encoded: torch.Tensor,
     root: int,
     group: Backend,
     deadline: Deadline,
     *,
     root_name: str = "root",
     payloads: Sequence[bytes] | None = None,
-) -> tuple[int, ...]:
+) -> tuple[tuple[int, ...], memoryview | None]:
     """Share the root's sizes, in the payload of a `share` if they fit, else in a broadcast.
 
-    The other ranks pass as many, which are not read. ``payloads`` are what the ranks have shared, if they have.
+    Returns also its objects, if they are few bytes: see [Note: shared sizes] in native/bindings/fast_sized.cpp. The
+    other ranks pass as many sizes, which are not read. ``payloads`` are what the ranks have shared, if they have.
     """
     numbers = struct.Struct(f"<{len(sizes)}q")
-    fits = _fit_in_payload(sizes)
+    fits = _fit_in_payload(sizes, group)
     if payloads is None:
         refuse_in_coalesce(operation)
         payload = _ROOT.pack(root)
         if fits and group.rank == root:
             payload += numbers.pack(*sizes)
+            payload += few_elements(encoded, host_engine_of(group).share_room - len(payload))
         payloads = share_bytes(group, operation, payload, deadline.remaining())
     roots = [root for (root,) in unpack_payloads(_ROOT, payloads, group, operation)]
     if len(set(roots)) > 1:
         calls = (f"rank {rank} called {operation}({root_name}={r})" for rank, r in enumerate(roots))
         raise abort_for_disagreement(group, operation, calls, f"Pass the same {root_name} on every rank.")
-    if fits:
-        if len(payloads[root]) != _ROOT.size + numbers.size:
-            raise abort_for_protocol_error(group, root, f"sent no sizes with its {operation}")
-        shared = numbers.unpack_from(payloads[root], _ROOT.size)
-    else:
+    if not fits:
         mine = torch.tensor(sizes, device="cpu")
         shared = tuple(broadcast(mine, root, group=group, timeout=deadline.remaining()).tolist())
+        check_sizes(shared, group, root, operation)
+        return shared, None
+    start = _ROOT.size + numbers.size
+    if len(payloads[root]) < start:
+        raise abort_for_protocol_error(group, root, f"sent no sizes with its {operation}")
+    shared = numbers.unpack_from(payloads[root], _ROOT.size)
     check_sizes(shared, group, root, operation)
-    return shared
+    return shared, elements_after(start, payloads[root], sum(shared), group=group, rank=root, operation=operation)
 
 
 def _encode(value: Any, allow_pickle: bool) -> torch.Tensor:  # noqa: FBT001 - the user's keyword, passed on
@@ -367,12 +385,16 @@ def _to_msgpack(value: Any) -> bytearray:
     return data
 
 
-def _view(data: torch.Tensor) -> memoryview:
-    return data.numpy().data
+def _view(data: torch.Tensor | bytes | memoryview) -> memoryview:
+    return data.numpy().data if isinstance(data, torch.Tensor) else memoryview(data)
 
 
-def _split(joined: torch.Tensor, sizes: Sequence[int]) -> dict[int, memoryview]:
-    """The encoded object of each rank."""
+def _by_rank(
+    joined: torch.Tensor | bytes | memoryview | list[memoryview], sizes: Sequence[int]
+) -> dict[int, memoryview]:
+    """The encoded object of each rank; ``joined`` may be a list of them."""
+    if isinstance(joined, list):
+        return dict(enumerate(joined))
     view, start, parts = _view(joined), 0, {}
     for rank, size in enumerate(sizes):
         parts[rank] = view[start : start + size]

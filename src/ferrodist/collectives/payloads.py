@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ferrodist.collectives.arguments import bytes_of
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.errors import CollectiveMismatchError, ProtocolError
 
@@ -28,6 +29,28 @@ def unpack_payloads(
                 group, rank, f"sent {len(payload)} bytes with its {operation}, which takes {form.size}"
             )
     return [form.unpack_from(payload) for payload in payloads]
+
+
+def few_elements(tensor: torch.Tensor, room: int) -> bytes:
+    """The elements of a flat tensor that travel with a description of it: none if they have no room, or on a GPU."""
+    return b"" if tensor.nbytes > room or tensor.is_cuda else bytes(bytes_of(tensor))
+
+
+def elements_after(
+    head_size: int, payload: bytes, size_bytes: int, *, group: Backend, rank: int, operation: str
+) -> memoryview | None:
+    """A rank's elements behind the head of its payload, or None if they have not come with it.
+
+    Aborts the group unless a payload with elements has ``size_bytes`` of them.
+    """
+    elements = memoryview(payload)[head_size:]
+    if len(elements) == size_bytes:
+        return elements
+    if len(elements):
+        raise abort_for_protocol_error(
+            group, rank, f"sent {len(elements)} bytes of elements with its {operation}, which takes {size_bytes}"
+        )
+    return None
 
 
 def check_sizes(sizes: Sequence[int], group: Backend, rank: int, operation: str) -> None:

@@ -9,10 +9,11 @@ import torch
 from ferrodist.arguments import check_type
 from ferrodist.backends.base import Backend, check_rank
 from ferrodist.collectives.arguments import check_layout, check_shape, compute_shard_sizes, prepare_out
-from ferrodist.collectives.gather import scatter_with_sizes
+from ferrodist.collectives.gather import scatter_call
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.reduce import broadcast
 from ferrodist.collectives.reduce_op import check_dtype
+from ferrodist.collectives.work import execute
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.ops.random import check_generators, local_of_full
@@ -125,7 +126,7 @@ def _scatter(tensor: torch.Tensor, dim: int, root: int, group: Backend) -> torch
     shape = [*tensor.shape[:dim], sizes[group.rank], *tensor.shape[dim + 1 :]]
     target = prepare_out(None, shape, tensor.dtype, device=tensor.device, dim=dim)
     full = tensor if group.rank == root else None
-    return scatter_with_sizes(full, target, sizes, root, dim=dim, group=group, timeout=group.timeout)
+    return execute(scatter_call(full, target, sizes, root, dim=dim, group=group, timeout=group.timeout))
 
 
 def empty(

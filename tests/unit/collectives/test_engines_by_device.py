@@ -251,6 +251,6 @@ def test_ranks_with_tensors_on_different_kinds_of_devices_raise() -> None:
     def on_rank(group: Backend) -> None:
         tensor = torch.ones(2).as_subclass(OnGpu) if group.rank else torch.ones(2)
         with pytest.raises(fd.CollectiveMismatchError, match=r"rank 0 .*on the CPU; rank 1 .*on a GPU"):
-            all_gather.share_sizes("all_gather_uneven", tensor, 0, group, 10.0)
+            all_gather.share_parts("all_gather_uneven", tensor, 0, group, 10.0)
 
     run_ranks(on_rank, 2)

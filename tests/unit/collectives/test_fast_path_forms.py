@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import ferrodist as fd
+from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.native import is_native_available
 from ferrodist.collectives.arguments import compute_shard_sizes
-from ferrodist.collectives.engines.host import share_bytes
+from ferrodist.collectives.engines.host import host_engine_of, share_bytes
 from ferrodist.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -481,7 +482,7 @@ def test_a_timeout_counts_both_meetings(form):
     calls = {
         "gather": lambda rank: fd.gather(torch.ones(3), timeout=1.0),
         "all_gather_uneven": lambda rank: fd.all_gather_uneven(torch.ones(3), timeout=1.0),
-        "scatter": lambda rank: fd.scatter(torch.ones(7) if rank == 0 else None, timeout=1.0),
+        "scatter": lambda rank: fd.scatter(torch.ones(5000) if rank == 0 else None, timeout=1.0),
     }
 
     def program(group):
@@ -491,13 +492,13 @@ def test_a_timeout_counts_both_meetings(form):
             if form == "scatter":
                 share_bytes(group, "scatter", struct.pack("<ii", 0, 0), 10.0)
             else:
-                share_bytes(group, form, struct.pack("<qqqq", 3, 0, 1, 0), 10.0)
+                share_bytes(group, form, struct.pack("<qqhhiBB", 3, 1, 0, 1, 0 if form == "gather" else -1, 1, 0), 10.0)
             time.sleep(1)
             with pytest.raises(fd.DistributedError):
                 fd.barrier()
             return 0.0
         began = time.monotonic()
-        with pytest.raises(fd.DistributedTimeoutError, match=r"float32\[[67]\]") as caught:
+        with pytest.raises(fd.DistributedTimeoutError, match=r"float32\[(6|5000)\]") as caught:
             calls[form](group.rank)
         assert "rank 1 has not called it" in str(caught.value)
         return time.monotonic() - began
@@ -505,9 +506,10 @@ def test_a_timeout_counts_both_meetings(form):
     assert 0.9 < run_ranks(program, 2, backend="native-threads")[0] < 1.5
 
 
+@pytest.mark.parametrize("count", [3, 5000])
 @pytest.mark.parametrize("form", ["gather", "all_gather_uneven", "scatter"])
-def test_an_exception_while_a_result_is_made(form, monkeypatch):
-    """What a signal handler raises between the two meetings is raised, and ends the group on all ranks."""
+def test_an_exception_while_a_result_is_made(form, count, monkeypatch):
+    """What a signal handler raises after the first meeting is raised; before a second one it ends the group."""
 
     class Interrupted(Exception):
         """As a signal handler's."""
@@ -521,14 +523,14 @@ def test_an_exception_while_a_result_is_made(form, monkeypatch):
 
     def program(group):
         fd.barrier()
-        x = torch.ones(3)
+        x = torch.ones(count)
         if group.rank == 0:
             with pytest.raises(Interrupted):
                 calls[form](x, 0)
         else:
             with contextlib.suppress(fd.DistributedError):  # it may have what it needs
                 calls[form](x, 1)
-        with pytest.raises(fd.DistributedError):
+        with contextlib.nullcontext() if count == 3 else pytest.raises(fd.DistributedError):
             fd.barrier()
 
     def interrupted(tensor, *args, **kwargs):
@@ -538,3 +540,70 @@ def test_an_exception_while_a_result_is_made(form, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "new_empty", interrupted)
     run_ranks(program, 2, backend="native-threads")
+
+
+def _sized_calls(rank, given, num_bytes):
+    """Calls whose ranks share sizes, of so many bytes on each rank; `given` makes their tensors."""
+    tensor = given(torch.ones(num_bytes, dtype=torch.uint8))
+    numbers = given(torch.ones(num_bytes // 4))
+    value = "x" * (num_bytes - 2)
+    return {
+        "gather": lambda: fd.gather(tensor, 1),
+        "all_gather_uneven": lambda: fd.all_gather_uneven(tensor),
+        "gather along dim 1": lambda: fd.gather(tensor[None], dim=1),
+        "gather with a gradient": lambda: fd.gather(numbers.detach().requires_grad_()),
+        "scatter": lambda: fd.scatter(tensor if rank == 1 else None, 1),
+        "scatter along dim 1": lambda: fd.scatter(tensor[None] if rank == 0 else None, dim=1),
+        "scatter with a gradient": lambda: fd.scatter(numbers.detach().requires_grad_() if rank == 0 else None),
+        "all_gather_object": lambda: fd.all_gather_object(value),
+        "gather_object": lambda: fd.gather_object(value),
+        "broadcast_object": lambda: fd.broadcast_object(value, 1),
+        "scatter_object": lambda: fd.scatter_object([value[1:], value[: len(value) // 2]] if rank == 0 else None),
+    }
+
+
+def _sequence(group):
+    """The number of the group's next collective, which is one, too."""
+    engine = host_engine_of(group)
+    sequence = engine.reserve()
+    engine.run(CollectiveOp(kind=CollectiveKind.BARRIER, timeout=20.0), sequence)
+    return sequence
+
+
+@pytest.mark.parametrize("given", [_plain, _strided])
+@pytest.mark.parametrize("backend", ["simulated", "native-threads"])
+def test_few_elements_come_with_their_sizes(backend, given):
+    """A gather, a scatter or objects of few bytes are one collective on any path and backend, and of many bytes two."""
+
+    def program(group):
+        room = host_engine_of(group).share_room
+        found = {}
+        for num_bytes in (40, 2 * room):
+            for form, call in _sized_calls(group.rank, given, num_bytes).items():
+                before = _sequence(group)
+                call()
+                found[form, num_bytes > room] = _sequence(group) - before - 1
+        return found
+
+    expected = {(form, is_large): 1 + is_large for form in _sized_calls(0, _plain, 8) for is_large in (False, True)}
+    assert run_ranks(program, 2, backend=backend) == [expected, expected]
+
+
+@pytest.mark.parametrize("backend", ["simulated", "native-threads"])
+def test_few_and_many_elements_meet(backend):
+    """Ranks with few elements and with many take the second meeting alike, and so do ranks that will not fit."""
+
+    def program(group):
+        rank = group.rank
+        room = host_engine_of(group).share_room
+        for given in (_plain, _strided):
+            parts = [torch.arange(3), torch.arange(room)]
+            assert torch.equal(fd.all_gather_uneven(given(parts[rank])), torch.cat(parts))
+            assert fd.gather(given(parts[rank]), 1).numel() == (room + 3 if rank else 0)
+        values = ["few", "many" * room]
+        assert fd.all_gather_object(values[rank]) == values
+        assert fd.gather_object(values[rank], 1) == (values if rank else None)
+        with pytest.raises(fd.CollectiveMismatchError, match=r"float32\[2\], dim=0.*int32\[2\], dim=0"):
+            fd.all_gather_uneven(torch.ones(1, dtype=torch.int32 if rank else torch.float32))
+
+    run_ranks(program, 2, backend=backend)

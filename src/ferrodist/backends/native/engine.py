@@ -54,7 +54,9 @@ class NativeEngine:
         self.num_ranks = group.world_size
         self.group_name = group.name
         self._action_when_open: Callable[[Any], object] | None = None
-        self.failure_type: type[Exception] = load().Failure
+        module = load()
+        self.failure_type: type[Exception] = module.Failure
+        self.share_room: int = module.SHARE_ROOM if topology.num_hosts == 1 else module.SHARE_ROOM_BETWEEN_HOSTS
 
     @property
     def timeout(self) -> float:

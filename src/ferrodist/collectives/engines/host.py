@@ -42,7 +42,8 @@ def attached_to(group: Backend, key: str, make: Callable[[Backend], _T]) -> _T:
 def share_bytes(group: Backend, name: str, payload: bytes, timeout: float) -> list[bytes]:
     """Give every rank a few bytes of each, by rank; a collective.
 
-    Ranks compare ``name``, of at most 24 ASCII characters. A payload has at most `MAX_PAYLOAD` bytes.
+    Ranks compare ``name``, of at most 24 ASCII characters. A payload has at most `MAX_PAYLOAD` bytes, or as many as
+    the engine's ``share_room`` says.
     """
     engine = host_engine_of(group)
     op = CollectiveOp(kind=CollectiveKind.SHARE, name=name, payload=payload, timeout=timeout)

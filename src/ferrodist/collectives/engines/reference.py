@@ -61,6 +61,8 @@ _FACTOR = struct.Struct("<d")
 class ReferenceEngine:
     """A `HostEngine` over the point-to-point messages of a group of any backend."""
 
+    share_room = MAX_PAYLOAD
+
     def __init__(self, group: Backend) -> None:
         self._group = group
 
