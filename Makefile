@@ -40,7 +40,8 @@ test-torch: $(TORCH_INSTALLED)
 NATIVE_RUN = $(BIN)/cmake --preset $(1) >/dev/null && $(BIN)/cmake --build build/$(1) --parallel && \
 	build/$(1)/native/tests/autotuner_test && build/$(1)/native/tests/fold_test && build/$(1)/native/tests/spin_test && \
 	build/$(1)/native/tests/shared_copy_test && \
-	build/$(1)/native/tests/p2p_test $(2) && build/$(1)/native/tests/stress_test $(2)
+	build/$(1)/native/tests/p2p_test $(2) && build/$(1)/native/tests/in_place_test $(2) && \
+	build/$(1)/native/tests/stress_test $(2)
 
 native: $(INSTALLED)
 	$(call NATIVE_RUN,native,30000)

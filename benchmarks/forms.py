@@ -7,7 +7,8 @@ beginning and sleep while others are measured; in each round each library has a 
 the slower rank's time for a call, the median of the rounds. MPI is mpi4py's upper-case calls into memory that is there,
 by default settings (objects: its lower-case calls); ferrodist's forms without ``out=`` also allocate their result. Half
 a round trip is "send, recv". gloo and ferrodist's backend of torch.distributed overwrite the input of a reduction: it
-is copied first, in the time. The results of all are checked, or the benchmark fails.
+is copied first, in the time. A batch is a send and a receive: MPI's Isend, Irecv and Waitall. The results of all are
+checked, or the benchmark fails.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ FORMS = (
     *("allreduce", "allreduce, out=", "allreduce, timeout=", "allreduce, sub-group", "allreduce, started"),
     *("reduce", "reduce, out=", "broadcast", "broadcast, out="),
     *("all_gather", "all_gather, out=", "all_gather, started", "all_gather, uneven"),
+    *("all_gather, list", "reduce_scatter, list"),  # torch's
     *("gather", "gather, out=", "scatter", "scatter, out=", "reduce_scatter", "reduce_scatter, out="),
     *("all_to_all", "all_to_all, out=", "all_to_all, list", "all_to_all, list, out=", "all_to_all, uneven"),
-    *("sendrecv", "send, recv", "objects, all_gather", "objects, broadcast"),
+    *("sendrecv", "batch", "send, recv", "objects, all_gather", "objects, broadcast"),
 )
 
 
@@ -92,8 +94,8 @@ def plain_form(form: str) -> str:
 def measure(libraries: dict[str, Library], size: int, form: str, num_rounds: int) -> dict[str, float | None]:
     """The median seconds of each library for a form."""
     forms = {name: form if name == "ferrodist" else plain_form(form) for name in libraries}
-    if form.startswith("all_to_all, list"):
-        forms |= {name: "all_to_all, list" for name in libraries if name.startswith("torch")}
+    if ", list" in form:
+        forms |= {name: form.removesuffix(", out=") for name in libraries if name.startswith("torch")}
     num_calls: dict[str, int] = {}
     for name, library in libraries.items():
         seconds = library.measure(size, forms[name], 3)

@@ -64,6 +64,7 @@ def expected(form: str, at: Sizes) -> Any:
             [values(source, at.received[source], begins[source]) for source in everyone]
         ),
         "sendrecv": lambda: values((at.rank - 1) % at.num_ranks, at.total),
+        "batch": lambda: values((at.rank - 1) % at.num_ranks, at.total),
         "send, recv": lambda: values(1 - at.rank, at.total) if at.rank < 2 else None,
     }
     name, _, variant = form.partition(", ")
@@ -115,6 +116,10 @@ class Ferrodist:
         source_of_sent = tensor(values(rank, sum(at.sent)))
         root_out = target if rank == 0 else None
 
+        def batch() -> Any:
+            fd.batch([fd.Send(whole, right), fd.Recv(target, left)])
+            return target
+
         return {
             "allreduce": lambda: fd.allreduce(whole),
             "allreduce, out=": lambda: fd.allreduce(whole, out=target),
@@ -141,6 +146,7 @@ class Ferrodist:
             "all_to_all, list, out=": lambda: fd.all_to_all(parts, out=targets),
             "all_to_all, uneven": lambda: fd.all_to_all_single_uneven(source_of_sent, at.sent, at.received),
             "sendrecv": lambda: fd.sendrecv(whole, right, None, left),
+            "batch": batch,
             "send, recv": round_trip(rank, fd.send, fd.recv_into, whole, target),
             "objects, all_gather": lambda: fd.all_gather_object(OBJECT),
             "objects, broadcast": lambda: fd.broadcast_object(OBJECT),
@@ -183,6 +189,10 @@ class Mpi:
             world.Sendrecv(whole, right, recvbuf=target, source=left)
             return target
 
+        def batch() -> Any:
+            self._mpi.Request.Waitall([world.Isend(whole, right), world.Irecv(target, left)])
+            return target
+
         return {
             "allreduce": returning(target, world.Allreduce, whole, target),
             "allreduce, started": started,
@@ -198,6 +208,7 @@ class Mpi:
                 received, world.Alltoallv, (source_of_sent, at.sent), (received, at.received)
             ),
             "sendrecv": sendrecv,
+            "batch": batch,
             "send, recv": round_trip(rank, world.Send, world.Recv, whole, target),
             "objects, all_gather": lambda: world.allgather(OBJECT),
             "objects, broadcast": lambda: world.bcast(OBJECT),
@@ -252,6 +263,12 @@ class Torch:
             work.wait()
             return target
 
+        def batch() -> Any:
+            operations = [dist.P2POp(dist.isend, whole, right), dist.P2POp(dist.irecv, target, left)]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            return target
+
         def objects() -> Any:
             found = [None] * at.num_ranks
             dist.all_gather_object(found, OBJECT)
@@ -270,13 +287,16 @@ class Torch:
             "all_gather": returning(target, gather, target, part),
             "gather": returning(targets_of_root, dist.gather, part, targets_of_root),
             "scatter": returning(small, dist.scatter, small, parts_of_root),
+            "all_gather, list": returning(targets, dist.all_gather, targets, part),
             "reduce_scatter": returning(small, scatter, small, whole),
+            "reduce_scatter, list": returning(small, dist.reduce_scatter, small, parts),
             "all_to_all": returning(target, dist.all_to_all_single, target, whole),
             "all_to_all, list": returning(targets, dist.all_to_all, targets, parts),
             "all_to_all, uneven": returning(
                 received, dist.all_to_all_single, received, source_of_sent, at.received, at.sent
             ),
             "sendrecv": sendrecv,
+            "batch": batch,
             "send, recv": round_trip(rank, dist.send, dist.recv, whole, target),
             "objects, all_gather": objects,
             "objects, broadcast": one_object,

@@ -8,6 +8,8 @@ of wider ones), one computing thread for each rank. Variants in turns in the sam
 - "ferrodist": ``fd.parallelize(model, mesh, "auto")``, also with ``local_blocks``,
 - "transformers over ferrodist" and "over gloo": transformers' own tensor parallelism, by its plan, over groups of
   torch.distributed with these backends,
+- "DeepSpeed": its automatic tensor parallelism over its kernel for shared memory, if its package is there
+  (``pip install deepspeed ninja``; it compiles the kernel at the first use, which takes minutes),
 - "one process, 1 thread" and "2 threads": rank 0 alone, while the others sleep,
 - "local work": all ranks with a model of a share of the heads, features between layers and words, without
   communication: what a token costs if distribution costs nothing.
@@ -23,6 +25,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib.util
+import logging
+import os
 import statistics
 import subprocess
 import sys
@@ -58,8 +63,10 @@ OURS = ("ferrodist", f"ferrodist{LOCAL_BLOCKS}")
 THEIRS = {"transformers over ferrodist": "ferrodist", "transformers over gloo": "gloo"}
 """The backend of each."""
 
+DEEPSPEED = ("DeepSpeed",) if importlib.util.find_spec("deepspeed") else ()
 LOCAL = "local work"
-VARIANTS = (*OURS, *THEIRS, *ALONE, LOCAL)
+DIVIDED = (*OURS, *THEIRS, *DEEPSPEED)
+VARIANTS = (*DIVIDED, *ALONE, LOCAL)
 WORK = "while True: sum(range(10_000))"
 
 
@@ -80,6 +87,19 @@ def make_model(width: int, *, share: int = 1) -> nn.Module:
     )
     model: nn.Module = transformers.LlamaForCausalLM(config)
     return model.eval()
+
+
+def divide_by_deepspeed(model: nn.Module, num_ranks: int) -> nn.Module:
+    """The model over all ranks, which are on one host, by DeepSpeed."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(num_ranks)}  # without the size it takes gloo
+    import deepspeed  # noqa: PLC0415 - reads the environment
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    engine = deepspeed.init_inference(
+        model, tensor_parallel={"tp_size": num_ranks}, dtype=torch.float32, replace_with_kernel_inject=False
+    )
+    divided: nn.Module = engine.module
+    return divided
 
 
 class Inference:
@@ -126,6 +146,8 @@ def make_variants(group: fd.Backend, width: int, num_tokens: int, prompt_size: i
         )
         apply_tensor_parallelism(own, torch_mesh, own._expand_parallel_plan(own.tp_plan))  # noqa: SLF001
         made[variant] = own, 1
+    for variant in DEEPSPEED:
+        made[variant] = divide_by_deepspeed(copy.deepcopy(model), group.world_size), 1
     if group.rank == 0:
         made |= {variant: (model, num_threads) for variant, num_threads in ALONE.items()}
     made[LOCAL] = make_model(width, share=group.world_size), 1
@@ -151,7 +173,7 @@ def measure(
 def check(variants: dict[str, Inference], rank: int) -> None:
     """Raise unless divided models compute as one process's does."""
     found = {}
-    for variant in (*OURS, *THEIRS, *ALONE):
+    for variant in (*DIVIDED, *ALONE):
         if variant in variants:
             found[variant] = variants[variant].decode(), variants[variant].prefill()
     if rank:

@@ -24,6 +24,15 @@ inline constexpr std::uint64_t payload_channel = 5;
 inline constexpr std::size_t inline_limit = 16 * 1024;
 inline constexpr std::size_t local_inline_limit = 2 * 1024;
 
+// A payload of at least this size is offered first, even if it is small enough to be sent at once
+// (`Send::prefers_offer`): who waits for it reads it in place. After `seconds_offered`, as long as two copies take, it is
+// sent at once.
+inline constexpr std::size_t least_offered = 32 * 1024;
+
+inline double seconds_offered(std::size_t size) {
+    return 5e-6 + static_cast<double>(size) / 8e9;
+}
+
 // A tensor's header: field for field `TensorHeader` of collectives/tensor_protocol.py.
 struct [[gnu::packed]] TensorHeader {
     std::uint64_t payload_id;

@@ -56,17 +56,39 @@ std::exception_ptr await_end(const TensorP2P& self, SomeTransfer& transfer, cons
     return interruption;
 }
 
+bool is_offered(const P2PEngine& engine, std::size_t size, int peer) {
+    return size >= least_offered && engine.shares_memory_with(peer);
+}
+
+// Waits for a message that was offered to be taken, but only a little if it can be sent at once. Returns the exception
+// that interrupted it.
+std::exception_ptr await_taken(P2PEngine& engine, Send& send, const Deadline& deadline) {
+    if (!send.prefers_offer || send.size > engine.settings().eager_bytes || send.has_ended.load()) return nullptr;
+    const double seconds = std::min(seconds_offered(send.size), seconds_left(deadline));
+    try {
+        const GilRelease released;
+        if (!engine.wait(send, seconds)) engine.send_now(send);
+    } catch (...) {
+        const nb::gil_scoped_release released;
+        engine.cancel(send);
+        return std::current_exception();
+    }
+    return nullptr;
+}
+
 // Sends a message; false if it was not sent, and will not be.
 bool send_message(const TensorP2P& self, const std::byte* data, std::size_t size, int peer, const Tag& tag,
                   const Deadline& deadline, std::exception_ptr& interruption) {
     P2PEngine& engine = *self.engine;
     if (size <= sizeof(FirstMessage) && engine.try_send(data, size, peer, tag)) return true;
     Send send(data, size, peer, tag);
+    send.prefers_offer = deadline.seconds() > 0.0 && is_offered(engine, size, peer);
     {
         const nb::gil_scoped_release released;
         if (!engine.start_if_open(send)) return false;
     }
-    interruption = await_end(self, send, deadline);
+    interruption = await_taken(engine, send, deadline);
+    if (!interruption) interruption = await_end(self, send, deadline);
     return send.outcome == Outcome::done;
 }
 
@@ -162,7 +184,9 @@ nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, co
 class ExchangedSend {
 public:
     ExchangedSend(P2PEngine& engine, const std::byte* data, std::size_t size, int dst, const Tag& tag)
-        : engine_(engine), send_(data, size, dst, tag) {}
+        : engine_(engine), send_(data, size, dst, tag) {
+        send_.prefers_offer = is_offered(engine, size, dst);
+    }
     ExchangedSend(const ExchangedSend&) = delete;
     ExchangedSend& operator=(const ExchangedSend&) = delete;
     ~ExchangedSend() { cancel(); }
@@ -178,7 +202,9 @@ public:
         engine_.cancel(send_);
     }
     std::exception_ptr await(const TensorP2P& self, const Deadline& deadline) {
-        return has_started_ ? await_end(self, send_, deadline) : nullptr;
+        if (!has_started_) return nullptr;
+        const std::exception_ptr interruption = await_taken(engine_, send_, deadline);
+        return interruption ? interruption : await_end(self, send_, deadline);
     }
     [[nodiscard]] bool is_done() const { return has_ended() && send_.outcome == Outcome::done; }
     // Whether it has ended in another way: it will not be sent.

@@ -7,12 +7,12 @@ namespace ferrodist {
 void probe_peer_memory(Context& context, const Deadline& deadline) {
     if (context.fabric.has_remote_ranks() || context.num_ranks == 1) return;
     const shm::Call call{.operation = static_cast<std::uint8_t>(Operation::barrier)};
-    const auto probe_record = context.peers.probe_record();
-    std::memcpy(context.fabric.begin(call), &probe_record, sizeof probe_record);
+    const auto own = shm::ProcessRecord::own();
+    std::memcpy(context.fabric.begin(call), &own, sizeof own);
     context.fabric.enter(deadline);
     std::uint8_t can_read = 1;
     for (int r = 0; r < context.num_ranks; ++r) {
-        shm::PeerMemory::ProbeRecord theirs;
+        shm::ProcessRecord theirs;
         std::memcpy(&theirs, context.fabric.arrival(r).payload.data(), sizeof theirs);
         if (r != context.rank && !context.peers.probe(r, theirs)) can_read = 0;
     }

@@ -48,6 +48,7 @@ public:
     const std::size_t eager_bytes;
     Mailbox mailbox;
     std::vector<PeerEvent> events;
+    std::size_t num_in_place = 0;  // messages that all peers are reading in place now
 
 private:
     struct Group {

@@ -67,7 +67,10 @@ bool Mailbox::cancel(Receive& receive, Outcome outcome) {
         return true;
     }
     unmatch(receive);
-    if (!message->buffer && message->size != 0) {
+    if (message->in_place) {  // read anew for the next receive
+        message->num_received = 0;
+        message->is_fetched = false;
+    } else if (!message->buffer && message->size != 0) {
         message->buffer = std::make_unique_for_overwrite<std::byte[]>(message->size);
         if (message->num_received != 0) std::memcpy(message->buffer.get(), receive.data, message->num_received);
     }
@@ -172,7 +175,7 @@ void Mailbox::pair(Receive& receive, const std::shared_ptr<Message>& message) {
     receive.message = message;
     message->receive = &receive;
     matched_.add(receive);
-    if (message->is_offered && !message->buffer) granted.push_back(message);
+    if (message->is_offered && !message->buffer) wanted.push_back(message);
 }
 
 void Mailbox::complete(Receive& receive, Message& message) {

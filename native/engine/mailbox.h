@@ -4,7 +4,7 @@
 // [Note: who may write into a receive's buffer]
 // Bytes are written into a user's buffer only under the lock of the mailbox's owner, and only while the message is
 // matched with the receive. The bytes received of a message whose receive was cancelled are retained for the next
-// receive.
+// receive; a message that is read in place is read anew.
 #pragma once
 
 #include <array>
@@ -76,8 +76,8 @@ public:
     void add_listener(Transfer& transfer) noexcept;
 
     // Results of the calls above, for the owner to collect.
-    std::vector<std::shared_ptr<Message>> granted;  // offered messages whose data may be sent now
-    std::size_t num_ended = 0;                      // number of all transfers that have ended
+    std::vector<std::shared_ptr<Message>> wanted;  // offered messages that a receive has been matched with
+    std::size_t num_ended = 0;                     // number of all transfers that have ended
     [[nodiscard]] bool has_ended_watched() const noexcept { return first_ended_ != nullptr; }
     // Watched transfers that have ended, in order.
     [[nodiscard]] Transfer* take_ended() noexcept {

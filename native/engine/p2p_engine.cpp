@@ -20,8 +20,11 @@ P2PEngine::Guard::~Guard() {
     const std::size_t num_ended = engine_.admission_.mailbox.num_ended;
     const bool has_ended = num_ended != engine_.num_ended_seen_;
     engine_.num_ended_seen_ = num_ended;
+    const bool is_reading = engine_.admission_.num_in_place != 0;  // and somebody has to go on
     lock_.unlock();
-    if (has_ended && engine_.num_asleep_.load() > (is_asleep_ ? 1 : 0)) engine_.doorbell_.wake(shm::waiter);
+    if (is_reading && engine_.num_waiters_.load() == 0) engine_.wake_progress_thread();
+    if ((has_ended || is_reading) && engine_.num_asleep_.load() > (is_asleep_ ? 1 : 0))
+        engine_.doorbell_.wake(shm::waiter);
     if (dispatches_) engine_.dispatch_events();
 }
 
@@ -129,7 +132,7 @@ bool P2PEngine::cancel(Send& send, Outcome outcome, std::size_t reason) {
     const Guard guard(*this);
     Peer& peer = *peer_of(send.peer);
     const bool is_cancelled = peer.cancel(send, outcome, reason);
-    note_outgoing(peer);
+    note_work(peer);
     return is_cancelled;
 }
 
@@ -155,6 +158,13 @@ void P2PEngine::listen(Transfer& transfer) {
         admission_.mailbox.add_listener(transfer);
     }
     if (num_waiters_.load() == 0) arm_progress_thread();
+}
+
+void P2PEngine::send_now(Send& send) {
+    const Guard guard(*this);
+    Peer& peer = *peer_of(send.peer);
+    peer.send_now(send);
+    note_work(peer);
 }
 
 std::vector<TransferKey> P2PEngine::active_transfers() {
@@ -313,12 +323,13 @@ void P2PEngine::abandon() noexcept {
 void P2PEngine::start(Peer& peer, Send& send) {
     ++num_moves_;
     peer.start(send);
-    note_outgoing(peer);
+    note_work(peer);
 }
 
-// Makes spinning threads write to a rank of this host, which sends no event when it has made space.
-void P2PEngine::note_outgoing(const Peer& peer) {
-    if (peer.has_outgoing()) has_outgoing_.store(true, std::memory_order_relaxed);
+// Makes spinning threads go on reading from a rank of this host, and writing to it: it sends no event when it has made
+// space.
+void P2PEngine::note_work(const Peer& peer) {
+    if (peer.has_work()) has_work_.store(true, std::memory_order_relaxed);
 }
 
 bool P2PEngine::read(Peer& peer, const Transfer* until) {
@@ -344,14 +355,14 @@ bool P2PEngine::poll(const Transfer* until, const tcp::ReadySet& ready) {
         if (entry.is_writable) has_moved |= peer.pump();
     }
     process_mailbox();
-    bool has_outgoing = false;
+    bool has_work = false;
     for (std::size_t i = 0; i < ring_channels_.size(); ++i) {
         Peer& peer = *peers_[i];
-        if (!peer.has_outgoing()) continue;
+        if (!peer.has_work()) continue;
         has_moved |= peer.pump();
-        has_outgoing |= peer.has_outgoing();
+        has_work |= peer.has_work();
     }
-    has_outgoing_.store(has_outgoing, std::memory_order_relaxed);
+    has_work_.store(has_work, std::memory_order_relaxed);
     if (has_moved) ++num_moves_;
     return has_moved;
 }
@@ -359,14 +370,13 @@ bool P2PEngine::poll(const Transfer* until, const tcp::ReadySet& ready) {
 // Processes the results of calls to the mailbox.
 void P2PEngine::process_mailbox() {
     auto& mailbox = admission_.mailbox;
-    for (const auto& message : mailbox.granted) {
-        if (message->is_granted) continue;
-        message->is_granted = true;
+    for (const auto& message : mailbox.wanted) {
+        if (message->is_fetched) continue;
         Peer& peer = *peer_of(message->source);
-        peer.grant(*message);
-        note_outgoing(peer);
+        peer.fetch(message);
+        note_work(peer);
     }
-    mailbox.granted.clear();
+    mailbox.wanted.clear();
     if (!admission_.events.empty() || mailbox.has_ended_watched()) has_events_.store(true, std::memory_order_relaxed);
 }
 

@@ -111,6 +111,8 @@ public:
     bool end(Send& send, std::size_t reason) { return cancel(send, Outcome::ended, reason); }
     // Ends a receive that no message has matched so far.
     bool end_unmatched(Receive& receive, std::size_t reason);
+    // Sends a message at once that was offered first (`Send::prefers_offer`) and that nobody has taken.
+    void send_now(Send& send);
     // Makes the engine report the end of a watched transfer soon, even if no thread waits for it here.
     void listen(Transfer& transfer);
 
@@ -185,7 +187,7 @@ private:
     [[nodiscard]] tcp::ReadySet poll_connections() const noexcept {
         return poller_ ? poller_->poll() : tcp::ReadySet();
     }
-    bool spin(const Transfer& transfer);
+    bool spin(const Transfer& transfer, const Deadline& deadline);
     void arm_progress_thread();
     void run_progress_thread();
     void run_poll_thread();
@@ -194,7 +196,7 @@ private:
     // All of these run under the lock.
     [[nodiscard]] Peer* peer_of(int rank) const noexcept { return by_rank_[static_cast<std::size_t>(rank)]; }
     void start(Peer& peer, Send& send);
-    void note_outgoing(const Peer& peer);
+    void note_work(const Peer& peer);
     bool read(Peer& peer, const Transfer* until);
     bool poll(const Transfer* until) { return poll(until, poll_connections()); }
     bool poll(const Transfer* until, const tcp::ReadySet& ready);
@@ -227,10 +229,10 @@ private:
     std::atomic<bool> is_open_{true};
     std::atomic<bool> is_abandoned_{false};
     std::atomic<bool> has_events_{false};
-    std::atomic<bool> has_outgoing_{false};  // to ranks of this host
-    std::atomic<bool> is_ticking_{true};     // the progress thread polls within a millisecond
-    std::atomic<int> num_waiters_{0};        // partner of `is_ticking_`: either thread sees the other's store
-    std::atomic<int> num_asleep_{0};         // how many of the waiters sleep
+    std::atomic<bool> has_work_{false};   // for ranks of this host, see `Peer::has_work`
+    std::atomic<bool> is_ticking_{true};  // the progress thread polls within a millisecond
+    std::atomic<int> num_waiters_{0};     // partner of `is_ticking_`: either thread sees the other's store
+    std::atomic<int> num_asleep_{0};      // how many of the waiters sleep
     bool is_closed_ = false;
     std::unique_ptr<std::thread> progress_thread_;
     std::unique_ptr<std::thread> poll_thread_;  // see [Note: who watches connections]

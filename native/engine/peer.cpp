@@ -42,6 +42,7 @@ void Peer::start(Send& send) {
 
 bool Peer::cancel(Send& send, Outcome outcome, std::size_t reason) {
     if (send.outcome != Outcome::under_way) return false;
+    if (!withdraw(send)) return false;
     if (unfinished_ == &send) {
         channel_->copy_rest();
         unfinished_ = nullptr;
@@ -56,9 +57,82 @@ bool Peer::cancel(Send& send, Outcome outcome, std::size_t reason) {
     return true;
 }
 
-void Peer::grant(const Message& message) {
+// Makes the receiver unable to read a message in place any more. If it has taken the message, ends the send instead, and
+// returns false.
+bool Peer::withdraw(Send& send) {
+    if (!std::exchange(send.is_in_place, false) || channel_->withdraw(send.number)) return true;
+    offered_.remove(send);
+    admission_.mailbox.end(send, Outcome::done);
+    return false;
+}
+
+void Peer::send_now(Send& send) {
+    if (send.outcome != Outcome::under_way || send.stage != Send::Stage::offered || !withdraw(send)) return;
+    queue_control_frame(FrameType::withdraw, send.number);
+    offered_.remove(send);
+    send.prefers_offer = send.is_announced = false;
+    send.stage = Send::Stage::queued;
+    start(send);
+}
+
+void Peer::fetch(const std::shared_ptr<Message>& message) {
+    message->is_fetched = true;
+    if (!message->in_place) return grant(*message);
+    if (message->size > admission_.eager_bytes) {  // a smaller one is not granted: its sender waits but briefly
+        message->fetch = fetch_mode_.begin(message->size, has_sends());
+        if (message->fetch->choice == FetchMode::through_ring) return grant(*message);
+    }
+    if (std::ranges::find(reading_, message) == reading_.end()) {
+        reading_.push_back(message);
+        ++admission_.num_in_place;
+    }
+    (void)read_some_in_place();
+}
+
+// Records the time of a message that has gone straight to its receive.
+void Peer::end_fetch(const Message& message) {
+    if (message.fetch && !message.buffer && message.receive != nullptr) fetch_mode_.end(*message.fetch, message.size);
+}
+
+void Peer::end_reading() {
+    reading_.pop_front();
+    --admission_.num_in_place;
+}
+
+void Peer::grant(Message& message) {
+    message.is_granted = true;
+    message.in_place.reset();
     queue_control_frame(FrameType::grant, message.sender_number);
     pump();
+}
+
+std::size_t Peer::read_some_in_place() {
+    const std::shared_ptr<Message> message = reading_.front();
+    Message& m = *message;
+    if (!m.is_fetched) {  // its receive was cancelled, and it waits for another one
+        end_reading();
+        return 0;
+    }
+    const std::size_t size = m.receive == nullptr ? 0 : std::min(m.size - m.num_received, budget_bytes);
+    if (size != 0 && !channel_->read_in_place(*m.in_place, m.num_received, Mailbox::target(m, m.num_received), size)) {
+        end_reading();
+        m.num_received = 0;
+        m.fetch.reset();
+        queue_control_frame(FrameType::unreadable, 0);
+        grant(m);
+        return 0;
+    }
+    const bool is_last = m.receive == nullptr || m.num_received + size == m.size;
+    if (is_last) {
+        end_reading();
+        if (!channel_->take(m.sender_number)) return size;  // its withdrawal comes
+        incoming_.erase(m.sender_number);
+        queue_control_frame(FrameType::taken, m.sender_number);
+        pump();
+        end_fetch(m);
+    }
+    admission_.mailbox.advance(m, size);
+    return size;
 }
 
 void Peer::queue_control_frame(FrameType kind, std::uint64_t number) {
@@ -122,10 +196,9 @@ bool Peer::put_some() {
 
 // Writes the next frame of a message; false if there is no space for it.
 bool Peer::put(Send& send) {
-    const bool is_offer = send.stage == Send::Stage::queued && send.size > admission_.eager_bytes;
-    const std::size_t length = is_offer ? 0 : std::min(send.size - send.num_written, channel_->chunk_bytes());
-    const auto kind = send.is_announced ? FrameType::data : is_offer ? FrameType::offer : FrameType::eager;
-    const auto put = channel_->put({.kind = kind,
+    if (send.stage == Send::Stage::queued && is_offered(send)) return put_offer(send);
+    const std::size_t length = std::min(send.size - send.num_written, channel_->chunk_bytes());
+    const auto put = channel_->put({.kind = send.is_announced ? FrameType::data : FrameType::eager,
                                     .length = static_cast<std::uint32_t>(length),
                                     .message = send.number,
                                     .group = send.tag.group,
@@ -146,10 +219,40 @@ bool Peer::put(Send& send) {
     return true;
 }
 
+bool Peer::put_offer(Send& send) {
+    const auto memory = reads_in_place_ ? channel_->publish(send.number, send.data) : std::nullopt;
+    const auto put = channel_->put({.kind = FrameType::offer,
+                                    .length = memory ? static_cast<std::uint32_t>(sizeof *memory) : 0,
+                                    .message = send.number,
+                                    .group = send.tag.group,
+                                    .tag = send.tag.number,
+                                    .size = send.size,
+                                    .offset = 0},
+                                   memory ? reinterpret_cast<const std::byte*>(&*memory) : nullptr);
+    if (put == Channel::Put::none) {
+        if (memory) (void)channel_->withdraw(send.number);  // nobody knows of it yet
+        return false;
+    }
+    send.is_announced = true;
+    send.is_in_place = memory.has_value();
+    if (put == Channel::Put::partial) {
+        is_unfinished_ = true;
+        unfinished_ = &send;
+        unfinished_bytes_ = 0;
+    } else {
+        advance(send, 0);
+    }
+    return true;
+}
+
+bool Peer::is_offered(const Send& send) const noexcept {
+    return send.size > admission_.eager_bytes || (send.prefers_offer && reads_in_place_);
+}
+
 // Records that a frame of the message has been written, or will be.
 void Peer::advance(Send& send, std::size_t count) {
     send.num_written += count;
-    if (send.stage == Send::Stage::queued && send.size > admission_.eager_bytes) {
+    if (send.stage == Send::Stage::queued && is_offered(send)) {
         queued_.remove(send);
         send.stage = Send::Stage::offered;
         offered_.add(send);
@@ -182,6 +285,10 @@ bool Peer::read(const Transfer* until) {
         has_read = true;
         num_bytes += sizeof(frame) + frame.length;
     }
+    while (!reading_.empty() && num_bytes < budget_bytes) {
+        num_bytes += read_some_in_place();
+        has_read = true;
+    }
     channel_->release_space();
     return has_read;
 }
@@ -195,15 +302,18 @@ bool Peer::on_frame(const Frame& frame) {
             if (frame.length == 0 && frame.size != 0) return false;
             on_eager(frame);
             return true;
-        case FrameType::offer: {
-            if (frame.length != 0 || frame.size == 0 || incoming_.contains(frame.message)) return false;
-            announce(frame, true);
-            return true;
-        }
+        case FrameType::offer:
+            return on_offer(frame);
         case FrameType::data:
             return on_data(frame);
         case FrameType::grant:
             on_grant(frame.message);
+            return frame.length == 0;
+        case FrameType::taken:
+            on_taken(frame.message);
+            return frame.length == 0;
+        case FrameType::unreadable:
+            reads_in_place_ = false;
             return frame.length == 0;
         case FrameType::withdraw:
             if (const auto found = incoming_.find(frame.message); found != incoming_.end()) {
@@ -230,12 +340,25 @@ void Peer::on_eager(const Frame& frame) {
     if (message && frame.length != 0) receive(*message, frame);
 }
 
-std::shared_ptr<Message> Peer::announce(const Frame& frame, bool is_offered) {
+std::shared_ptr<Message> Peer::announce(const Frame& frame, bool is_offered, std::optional<MessageMemory> in_place) {
     auto message = std::make_shared<Message>(rank_, Tag{frame.group, frame.tag}, frame.size, is_offered);
     message->sender_number = frame.message;
+    message->in_place = in_place;
     if (!admission_.announce(message)) return nullptr;
-    if (frame.length != frame.size) incoming_[frame.message] = message;
+    if (is_offered || frame.length != frame.size) incoming_[frame.message] = message;
     return message;
+}
+
+bool Peer::on_offer(const Frame& frame) {
+    const bool is_in_place = frame.length == sizeof(MessageMemory);
+    if (frame.size == 0 || (frame.length != 0 && !is_in_place) || incoming_.contains(frame.message)) return false;
+    std::optional<MessageMemory> memory;
+    if (is_in_place) {
+        memory.emplace();
+        if (channel_->read_payload(reinterpret_cast<std::byte*>(&*memory), frame.length) != frame.length) return false;
+    }
+    announce(frame, true, memory);
+    return true;
 }
 
 bool Peer::on_data(const Frame& frame) {
@@ -253,18 +376,33 @@ bool Peer::on_data(const Frame& frame) {
 // Copies received bytes of a message to their destination.
 void Peer::receive(Message& message, const Frame& frame) {
     std::byte* target = Mailbox::target(message, message.num_received);
-    admission_.mailbox.advance(message, channel_->read_payload(target, frame.length));
-    if (message.num_received == message.size) incoming_.erase(frame.message);
+    const std::size_t count = channel_->read_payload(target, frame.length);
+    const bool is_last = message.num_received + count == message.size;
+    if (is_last) end_fetch(message);
+    admission_.mailbox.advance(message, count);
+    if (is_last) incoming_.erase(frame.message);
 }
 
 void Peer::on_grant(std::uint64_t number) {
-    for (Send* send = offered_.first(); send != nullptr; send = send->next) {
-        if (send->number != number) continue;
-        offered_.remove(*send);
-        send->stage = Send::Stage::granted;
-        granted_.add(*send);
-        return;
-    }  // otherwise it has been withdrawn meanwhile
+    Send* send = find_offered(number);
+    if (send == nullptr) return;  // it has been withdrawn meanwhile
+    if (!withdraw(*send)) return;
+    offered_.remove(*send);
+    send->stage = Send::Stage::granted;
+    granted_.add(*send);
+}
+
+void Peer::on_taken(std::uint64_t number) {
+    Send* send = find_offered(number);
+    if (send == nullptr || !send->is_in_place) return;
+    offered_.remove(*send);
+    admission_.mailbox.end(*send, Outcome::done);
+}
+
+Send* Peer::find_offered(std::uint64_t number) const {
+    for (Send* send = offered_.first(); send != nullptr; send = send->next)
+        if (send->number == number) return send;
+    return nullptr;
 }
 
 void Peer::disconnect() {
@@ -272,6 +410,7 @@ void Peer::disconnect() {
     is_lost_ = true;
     channel_->disconnect();
     control_frames_.clear();
+    while (!reading_.empty()) end_reading();
     while (!incoming_.empty()) {
         const std::shared_ptr<Message> message = incoming_.begin()->second;
         incoming_.erase(incoming_.begin());

@@ -2,8 +2,9 @@
 //
 // [Note: frames]
 // A message of up to `eager_bytes` is written at once, in one frame or several (eager protocol). A larger one is
-// offered, and its bytes follow once the receiver has granted it (rendezvous protocol), straight from the sender's
-// buffer into the channel and from there into the receiver's. The sender can cancel a message until its last frame is
+// offered (rendezvous protocol). On one host its receiver may read it in the sender's memory, and then says that it has
+// taken it. Otherwise it grants the message, and the bytes follow, straight from the sender's buffer into the channel
+// and from there into the receiver's. The sender can cancel a message until it is taken, or until its last frame is
 // begun: after that it arrives, from a copy of its unwritten bytes.
 #pragma once
 
@@ -34,6 +35,8 @@ public:
     [[nodiscard]] bool has_outgoing() const noexcept {
         return is_unfinished_ || !control_frames_.empty() || queued_.first() != nullptr || granted_.first() != nullptr;
     }
+    // Whether there is something to write, or to read in place.
+    [[nodiscard]] bool has_work() const noexcept { return has_outgoing() || !reading_.empty(); }
     // Whether any send is incomplete.
     [[nodiscard]] bool has_sends() const noexcept { return has_outgoing() || offered_.first() != nullptr; }
 
@@ -44,8 +47,10 @@ public:
     void start(Send& send);
     // Ends a send early; false if its message has arrived or will arrive.
     bool cancel(Send& send, Outcome outcome, std::size_t reason);
-    // Sends the grant for an offered message.
-    void grant(const Message& message);
+    // Sends a message at once that `prefers_offer`, and has not been taken yet.
+    void send_now(Send& send);
+    // Reads an offered message that a receive has been matched with, or sends the grant for it.
+    void fetch(const std::shared_ptr<Message>& message);
 
     // Writes as much queued data as there is space for. Returns whether anything was written.
     bool pump();
@@ -72,13 +77,25 @@ public:
 private:
     bool on_frame(const Frame& frame);
     void on_eager(const Frame& frame);
+    bool on_offer(const Frame& frame);
     [[nodiscard]] bool on_data(const Frame& frame);
     void on_grant(std::uint64_t number);
-    std::shared_ptr<Message> announce(const Frame& frame, bool is_offered);
+    void on_taken(std::uint64_t number);
+    std::shared_ptr<Message> announce(const Frame& frame, bool is_offered,
+                                      std::optional<MessageMemory> in_place = std::nullopt);
     void receive(Message& message, const Frame& frame);
+    [[nodiscard]] Send* find_offered(std::uint64_t number) const;
+    // Reads one piece of the first message that is read in place; returns its size.
+    std::size_t read_some_in_place();
+    void end_reading();
+    void end_fetch(const Message& message);
+    void grant(Message& message);
 
     bool put_some();
     bool put(Send& send);
+    bool put_offer(Send& send);
+    [[nodiscard]] bool is_offered(const Send& send) const noexcept;
+    [[nodiscard]] bool withdraw(Send& send);
     void advance(Send& send, std::size_t count);
     [[nodiscard]] TransferList<Send>& queue_of(const Send& send) noexcept;
     void queue_control_frame(FrameType kind, std::uint64_t number);
@@ -87,9 +104,10 @@ private:
     std::unique_ptr<Channel> channel_;
     Admission& admission_;
     bool is_lost_ = false;
+    bool reads_in_place_ = true;  // whether the peer does, as far as known
     std::uint64_t num_messages_ = 0;
     std::size_t num_bytes_put_ = 0;
-    std::deque<Frame> control_frames_;  // grants and withdrawals
+    std::deque<Frame> control_frames_;  // all but offers and data
     TransferList<Send> queued_;         // not completely announced
     TransferList<Send> offered_;
     TransferList<Send> granted_;
@@ -97,6 +115,8 @@ private:
     Send* unfinished_ = nullptr;                                            // of this send, unless it has ended,
     std::size_t unfinished_bytes_ = 0;                                      // with this many bytes
     std::unordered_map<std::uint64_t, std::shared_ptr<Message>> incoming_;  // announced, incomplete; by the sender's id
+    std::deque<std::shared_ptr<Message>> reading_;                          // of these, those read in place now
+    FetchMode fetch_mode_;
 };
 
 }  // namespace ferrodist

@@ -5,6 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
+
+#include "engine/fetch_mode.h"
+#include "transport/channel.h"
 
 namespace ferrodist {
 
@@ -83,11 +87,14 @@ struct Message {
     Tag tag;
     std::size_t size;
     bool is_offered;           // its data is sent once it is granted
+    bool is_fetched = false;   // its data has been asked for: it is read in place, or granted
     bool is_granted = false;   // the grant has been sent
     std::uint64_t number = 0;  // in order of arrival
     std::uint64_t sender_number = 0;
     std::size_t num_received = 0;
-    std::unique_ptr<std::byte[]> buffer;  // its bytes, if they cannot go to a receive's buffer
+    std::optional<MessageMemory> in_place;  // where an offered message can be read
+    std::optional<FetchMode::Fetch> fetch;  // of a message whose transfer is timed
+    std::unique_ptr<std::byte[]> buffer;    // its bytes, if they cannot go to a receive's buffer
     Receive* receive = nullptr;
     std::shared_ptr<Message> self;  // keeps the message alive while it waits for a receive
     Message* previous = nullptr;
@@ -123,7 +130,9 @@ struct Send : Transfer {
     Stage stage = Stage::queued;
     std::size_t num_written = 0;
     bool is_announced = false;
-    std::uint64_t number = 0;  // the message's id
+    bool is_in_place = false;    // the receiver may read it in place
+    bool prefers_offer = false;  // offered even if small enough to be sent at once; see `P2PEngine::send_now`
+    std::uint64_t number = 0;    // the message's id
     Send* previous = nullptr;
     Send* next = nullptr;
 };

@@ -49,7 +49,7 @@ bool P2PEngine::wait(const Transfer& transfer, double timeout) {
     const WaiterScope watch(*this);
     bool has_moved = true;
     while (true) {
-        if (has_moved && timeout > 0.0 && spin(transfer)) return true;
+        if (has_moved && timeout > 0.0 && spin(transfer, deadline)) return true;
         num_asleep_.fetch_add(1);
         doorbell_.asleep.fetch_or(shm::waiter);
         const std::uint32_t word = doorbell_.word.load();
@@ -78,12 +78,14 @@ void P2PEngine::signal(Transfer& transfer) {
     if (num_asleep_.load() != 0) doorbell_.wake(shm::waiter);
 }
 
-bool P2PEngine::spin(const Transfer& transfer) {
+bool P2PEngine::spin(const Transfer& transfer, const Deadline& deadline) {
     if (poller_ && poller_->is_armed()) {
         const Guard guard(*this, false);
         if (num_asleep_.load() == 0) poller_->disarm();  // a thread that goes to sleep now arms it under the lock
     }
-    Spin spin(contention_, spin_time_, settings_.is_oversubscribed ? Spin::oversubscribed : Spin::on_rings);
+    const auto longest =
+        std::min(spin_time_, std::chrono::duration_cast<std::chrono::microseconds>(deadline.remaining()));
+    Spin spin(contention_, longest, settings_.is_oversubscribed ? Spin::oversubscribed : Spin::on_rings);
     for (int num_polls = 1;; ++num_polls) {
         if (transfer.has_ended.load()) return true;
         bool has_moved = false;
@@ -107,7 +109,7 @@ bool P2PEngine::spin(const Transfer& transfer) {
 
 // Whether ranks of this host have sent anything, or there is something to write to them.
 bool P2PEngine::has_incoming() const noexcept {
-    if (has_outgoing_.load(std::memory_order_relaxed)) return true;
+    if (has_work_.load(std::memory_order_relaxed)) return true;
     return std::ranges::any_of(ring_channels_, [](const auto* channel) { return channel->has_frames(); });
 }
 

@@ -3,11 +3,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+
+#include "transport/shm/peer_memory.h"
 
 namespace ferrodist {
 
-// Frame types; see engine/p2p_engine.h.
-enum class FrameType : std::uint32_t { eager = 1, offer, grant, data, withdraw };
+// Frame types; see [Note: frames] in engine/peer.h.
+enum class FrameType : std::uint32_t { eager = 1, offer, grant, data, withdraw, taken, unreadable };
 
 // The header of a frame, followed by `length` bytes of payload. Its layout is the same on all machines that can be in a
 // group: little-endian, which `ferrodist` requires.
@@ -21,6 +24,12 @@ struct Frame {
     std::uint64_t offset = 0;   // offset of the payload in the message
 };
 static_assert(sizeof(Frame) == 48);
+
+// Where an offered message can be read in place: the payload of its offer.
+struct MessageMemory {
+    shm::ProcessRecord process;
+    std::uint64_t address = 0;
+};
 
 // One rank's end of the bidirectional channel to another rank. For one thread at a time, except `notify`.
 class Channel {
@@ -64,6 +73,21 @@ public:
     [[nodiscard]] virtual bool may_stop() { return true; }
     // Ends a batch of reads: returns the space that was read to the sender.
     virtual void release_space() {}
+
+    // Messages that are read in place; see [Note: messages in place] in shm/ring.h. The sender's side: makes message
+    // `number` takable, and returns where it is; nothing if it cannot be read in place.
+    [[nodiscard]] virtual std::optional<MessageMemory> publish(std::uint64_t /*number*/, const std::byte* /*data*/) {
+        return std::nullopt;
+    }
+    // Withdraws it; false if the receiver has taken it.
+    [[nodiscard]] virtual bool withdraw(std::uint64_t /*number*/) { return true; }
+    // The receiver's side: copies `size` bytes from `offset` of a message to `target`; false if they cannot be read.
+    [[nodiscard]] virtual bool read_in_place(const MessageMemory& /*memory*/, std::size_t /*offset*/,
+                                             std::byte* /*target*/, std::size_t /*size*/) {
+        return false;
+    }
+    // Takes a message that has been read; false if its sender has withdrawn it, and what was read is void.
+    [[nodiscard]] virtual bool take(std::uint64_t /*number*/) { return false; }
 
     // Stops all reading and writing.
     virtual void disconnect() {}

@@ -8,8 +8,18 @@
 //
 // A sender without space stores `is_blocked` and checks `head` once more before it sleeps; the receiver checks
 // `is_blocked` after it has stored `head`: one of the two sees the other, for all four are sequentially consistent.
+//
+// [Note: messages in place]
+// A large message need not go through the ring: its receiver reads it in the sender's memory, by a system call. The
+// sender may take its memory back at any time, without waiting for the receiver, which may be stopped or dead. So a
+// message to be read has a place in `published`, with its number plus one. The receiver reads the bytes first, and then
+// exchanges that value for 0; the sender exchanges it for 0 to withdraw the message. One of the two succeeds. If it is
+// the receiver, the sender has not withdrawn before, and the bytes were the message's through the whole read: the
+// exchange is ordered after the read (release), and before the sender's next writes (acquire). If it is the sender, the
+// receiver drops whatever it has read. A message whose place is occupied goes through the ring.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -26,12 +36,25 @@ namespace ferrodist::shm {
 // Frames with their payloads take multiples of a cache line; one line for payloads of up to 16 bytes.
 inline constexpr std::size_t frame_unit = 64;
 
+inline constexpr std::size_t num_published = 16;  // messages of a ring that can be read in place at one time
+
 struct Ring {
     alignas(line_bytes) std::atomic<std::uint64_t> tail;
     std::atomic<std::uint32_t> is_blocked;
     alignas(line_bytes) std::atomic<std::uint64_t> head;
+    alignas(line_bytes) std::array<std::atomic<std::uint64_t>, num_published> published;
+
+    // The place of a message in `published`.
+    [[nodiscard]] std::atomic<std::uint64_t>& place_of(std::uint64_t number) noexcept {
+        return published[number % num_published];
+    }
+    // Takes a message, or withdraws it; false if the other rank has done the other.
+    [[nodiscard]] bool unpublish(std::uint64_t number) noexcept {
+        std::uint64_t expected = number + 1;
+        return place_of(number).compare_exchange_strong(expected, 0);
+    }
 };
-static_assert(sizeof(Ring) == 2 * line_bytes);
+static_assert(sizeof(Ring) == 3 * line_bytes);
 
 struct RingLayout {
     int num_ranks = 1;           // on this host

@@ -11,7 +11,9 @@ public:
     RingChannel(const Rings& rings, int own_index, int its_index)
         : doorbell_(rings.doorbell(its_index)),
           writer_(rings, own_index, its_index),
-          reader_(rings, its_index, own_index) {}
+          reader_(rings, its_index, own_index),
+          outgoing_(rings.ring(own_index, its_index)),
+          incoming_(rings.ring(its_index, own_index)) {}
 
     // Whether there are unread frames. For any thread.
     [[nodiscard]] bool has_frames() const noexcept { return reader_.has_frames(); }
@@ -45,10 +47,25 @@ public:
         if (reader_.release()) doorbell_.ring();
     }
 
+    [[nodiscard]] std::optional<MessageMemory> publish(std::uint64_t number, const std::byte* data) override {
+        auto& place = outgoing_.place_of(number);
+        if (place.load(std::memory_order_relaxed) != 0) return std::nullopt;
+        place.store(number + 1);  // before the offer: partner in `take`
+        return MessageMemory{.process = ProcessRecord::own(), .address = reinterpret_cast<std::uintptr_t>(data)};
+    }
+    [[nodiscard]] bool withdraw(std::uint64_t number) override { return outgoing_.unpublish(number); }
+    [[nodiscard]] bool read_in_place(const MessageMemory& memory, std::size_t offset, std::byte* target,
+                                     std::size_t size) override {
+        return read_process(memory.process, target, memory.address + offset, size) == 0;
+    }
+    [[nodiscard]] bool take(std::uint64_t number) override { return incoming_.unpublish(number); }
+
 private:
     Doorbell& doorbell_;
     RingWriter writer_;
     RingReader reader_;
+    Ring& outgoing_;
+    Ring& incoming_;
     std::uint32_t length_ = 0;  // of the front frame
 };
 
