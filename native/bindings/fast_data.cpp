@@ -8,6 +8,7 @@
 #include <new>
 #include <numeric>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -93,6 +94,14 @@ public:
                part.data == parts_[0].data + static_cast<std::size_t>(r) * part.count * size_of(part.dtype);
     }
 
+    // Whether each has memory of its own: then the order in which they are written does not matter.
+    [[nodiscard]] bool are_apart() const {
+        for (std::size_t i = 1; i < parts_.size(); ++i)
+            for (std::size_t j = 0; j < i; ++j)
+                if (overlap({parts_[i], parts_[j]})) return false;
+        return true;
+    }
+
     // Makes room for the elements of several tensors in one place. False if there is no memory, or if they are so large
     // that torch copies them faster, with several threads.
     [[nodiscard]] bool make_room() {
@@ -104,20 +113,18 @@ public:
     }
     // The elements in one place: of several tensors a copy.
     [[nodiscard]] const std::byte* read() const {
-        std::byte* to = memory();
-        if (parts_.size() > 1)
-            for (const TensorView& part : parts_) to = std::copy_n(part.data, part.count * size_of(part.dtype), to);
-        return memory();
+        if (parts_.size() == 1) return parts_[0].data;
+        std::byte* to = room_.get();
+        for (const TensorView& part : parts_) to = std::copy_n(part.data, part.count * size_of(part.dtype), to);
+        return room_.get();
     }
-    // A place to write them to, from which `finish` copies them to several tensors.
-    [[nodiscard]] std::byte* memory() const { return parts_.size() == 1 ? parts_[0].data : room_.get(); }
-    void finish() const {
-        if (parts_.size() == 1) return;
-        const std::byte* from = room_.get();
-        for (const TensorView& part : parts_) {
-            std::copy_n(from, part.count * size_of(part.dtype), part.data);
-            from += part.count * size_of(part.dtype);
-        }
+    // Passes the place of one tensor to `call`, or those of several.
+    template <class Call>
+    void pass(const Call& call) const {
+        if (parts_.size() == 1) return call(parts_[0].data);
+        std::vector<std::byte*> places;
+        for (const TensorView& part : parts_) places.push_back(part.data);
+        call(std::span<std::byte* const>(places));
     }
 
 private:
@@ -213,6 +220,8 @@ PyObject* fast_broadcast_data(PyObject*, PyObject* const* arguments, Py_ssize_t 
                      });
 }
 
+constexpr std::byte* nowhere = nullptr;  // where a rank has no parts
+
 // A tensor that is a rank's part, and the tensors with all ranks' parts.
 struct Parts {
     TensorView part;
@@ -231,7 +240,7 @@ struct Parts {
         if (!has_all) return found;
         found.tensors = as_tuple(given);
         found.all = Elements::of(found.tensors, ranks);
-        if (!found.all || !found.all->make_room()) return std::nullopt;
+        if (!found.all) return std::nullopt;
         return found;
     }
     [[nodiscard]] bool fit() const { return !all || all->fit(part, counts.size()); }
@@ -245,7 +254,7 @@ PyObject* fast_all_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t
     const auto parts = path ? Parts::of(*path, tensor, arguments[0], true) : std::nullopt;
     if (!parts) Py_RETURN_FALSE;
     const bool is_in_place = parts->all->have_as_part(parts->part, path->communicator->rank(), path->num_ranks());
-    if (!is_in_place && !parts->fit()) Py_RETURN_FALSE;
+    if (!is_in_place && (!parts->fit() || !parts->all->are_apart())) Py_RETURN_FALSE;
     const nb::object dim = nb::int_(0);
     return make_call({*path,
                       "all_gather",
@@ -257,8 +266,9 @@ PyObject* fast_all_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t
                      [&](const auto& go) {
                          go(parts->bytes(), [outs = *parts->all, part = parts->part, counts = parts->counts](
                                                 Context& context, const Deadline& deadline) {
-                             all_gather(context, outs.memory(), part.data, counts, part.dtype, 0, deadline);
-                             outs.finish();
+                             outs.pass([&](const auto& places) {
+                                 all_gather(context, places, part.data, counts, part.dtype, 0, deadline);
+                             });
                          });
                          return true;
                      });
@@ -272,7 +282,7 @@ PyObject* fast_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t cou
     const int root = path ? root_of(arguments[2], *path) : -1;
     if (root < 0) Py_RETURN_FALSE;
     const auto parts = Parts::of(*path, tensor, arguments[0], path->communicator->rank() == root);
-    if (!parts || !parts->fit()) Py_RETURN_FALSE;
+    if (!parts || !parts->fit() || (parts->all && !parts->all->are_apart())) Py_RETURN_FALSE;
     return make_call({*path,
                       "gather",
                       tensor,
@@ -283,9 +293,10 @@ PyObject* fast_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t cou
                      [&](const auto& go) {
                          go(parts->bytes(), [outs = parts->all, part = parts->part, counts = parts->counts, root](
                                                 Context& context, const Deadline& deadline) {
-                             gather(context, outs ? outs->memory() : nullptr, part.data, counts, part.dtype, root,
-                                    deadline);
-                             if (outs) outs->finish();
+                             const auto gather_to = [&](const auto& places) {
+                                 gather(context, places, part.data, counts, part.dtype, root, deadline);
+                             };
+                             outs ? outs->pass(gather_to) : gather_to(nowhere);
                          });
                          return true;
                      });
@@ -310,8 +321,10 @@ PyObject* fast_scatter_data(PyObject*, PyObject* const* arguments, Py_ssize_t co
                      [&](const auto& go) {
                          go(parts->bytes(), [sources = parts->all, part = parts->part, counts = parts->counts, root](
                                                 Context& context, const Deadline& deadline) {
-                             scatter(context, part.data, sources ? sources->read() : nullptr, counts, part.dtype, root,
-                                     deadline);
+                             const auto scatter_from = [&](const auto& places) {
+                                 scatter(context, part.data, places, counts, part.dtype, root, deadline);
+                             };
+                             sources ? sources->pass(scatter_from) : scatter_from(nowhere);
                          });
                          return true;
                      });
@@ -322,9 +335,9 @@ PyObject* fast_reduce_scatter_data(PyObject*, PyObject* const* arguments, Py_ssi
     if (count != 5) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0], op = arguments[2];
     const auto path = find_fast_path(arguments[3]);
-    const auto parts = path ? Parts::of(*path, tensor, arguments[1], true) : std::nullopt;
+    auto parts = path ? Parts::of(*path, tensor, arguments[1], true) : std::nullopt;
     const auto found = parts ? reduction_of(parts->part.dtype, number_of(op)) : std::nullopt;
-    if (!found || !parts->fit()) Py_RETURN_FALSE;
+    if (!found || !parts->fit() || !parts->all->make_room()) Py_RETURN_FALSE;
     const nb::object dim = nb::int_(0);
     return make_call({*path,
                       "reduce_scatter",

@@ -29,6 +29,14 @@ void gather(Context& context, std::byte* out, const std::byte* source, std::span
 void scatter(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> counts,
              DType dtype, int root, const Deadline& deadline);
 
+// The same with memory of its own for each part: `outs[r]`, or `sources[r]`. Ranks that have none pass nothing.
+void all_gather(Context& context, std::span<std::byte* const> outs, const std::byte* source,
+                std::span<const std::size_t> counts, DType dtype, int dim, const Deadline& deadline);
+void gather(Context& context, std::span<std::byte* const> outs, const std::byte* source,
+            std::span<const std::size_t> counts, DType dtype, int root, const Deadline& deadline);
+void scatter(Context& context, std::byte* out, std::span<const std::byte* const> sources,
+             std::span<const std::size_t> counts, DType dtype, int root, const Deadline& deadline);
+
 // Sends part r of `source` to rank r and receives the parts for this rank in `out`. Throws Failure{sizes} if a rank
 // sends another number of elements than `receive_counts` says. `unit` must be equal on all ranks.
 void all_to_all(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> send_counts,

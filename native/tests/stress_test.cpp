@@ -149,9 +149,17 @@ private:
             Values out(starts.back());
             const bool is_gather = kind == 4;
             const std::byte* in = ticket(source, number, 0);
+            const bool is_list = own_random_() % 2 == 0;
+            std::vector<std::byte*> places;
+            if (!is_gather || rank_ == root)
+                for (std::size_t r = 0; r < ranks; ++r) places.push_back(bytes_of(out) + starts[r] * sizeof(Element));
             call([&](Context& c, const Deadline& d) {
-                if (is_gather)
+                if (is_gather && is_list)
+                    gather(c, places, in, counts, DType::int32, root, d);
+                else if (is_gather)
                     gather(c, bytes_of(out), in, counts, DType::int32, root, d);
+                else if (is_list)
+                    all_gather(c, places, in, counts, DType::int32, 0, d);
                 else
                     all_gather(c, bytes_of(out), in, counts, DType::int32, 0, d);
             });
@@ -164,8 +172,21 @@ private:
         } else if (kind == 5) {
             Values whole = input_of(root, number, starts.back());
             Values out(counts[own]);
+            const bool is_list = own_random_() % 2 == 0;
+            std::vector<Values> apart;
+            std::vector<const std::byte*> parts;
+            for (std::size_t r = 0; r < counts.size(); ++r) {
+                const auto from = whole.begin() + static_cast<std::ptrdiff_t>(starts[r]);
+                apart.emplace_back(from, from + static_cast<std::ptrdiff_t>(counts[r]));
+            }
+            for (Values& part : apart) parts.push_back(bytes_of(part));
             call([&](Context& c, const Deadline& d) {
-                scatter(c, bytes_of(out), bytes_of(whole), counts, DType::int32, root, d);
+                if (!is_list)
+                    scatter(c, bytes_of(out), bytes_of(whole), counts, DType::int32, root, d);
+                else if (rank_ == root)
+                    scatter(c, bytes_of(out), parts, counts, DType::int32, root, d);
+                else
+                    scatter(c, bytes_of(out), {}, counts, DType::int32, root, d);
             });
             const auto begin = whole.begin() + static_cast<std::ptrdiff_t>(starts[own]);
             expect(out, Values(begin, begin + static_cast<std::ptrdiff_t>(counts[own])), "scatter", rank_, number);

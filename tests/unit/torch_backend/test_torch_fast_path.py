@@ -529,14 +529,38 @@ def test_works_of_messages_are_their_own():
     _run(program)
 
 
-@pytest.mark.usefixtures("mode")
-def test_large_lists_are_left_to_torch():
-    """torch copies them with several threads; the results are the same."""
+@pytest.mark.parametrize("size", [2, 3, 30])
+@pytest.mark.usefixtures("fast_path_only", "mode")
+def test_large_lists_are_not_copied(size):
+    """Their tensors are written and read where they are; with 30 ranks a record has no room for the addresses."""
 
     def program(made):
-        count = 200_000
-        outputs = [torch.empty(count) for _ in range(2)]
-        made.allgather([outputs], [torch.full((count,), float(made.rank()))], _options(AllgatherOptions)).wait()
-        assert [each.unique().item() for each in outputs] == [0, 1]
+        made.group.barrier()
+        count, rank = (200_000 if size < 30 else 12_000), made.rank()
+        outputs = [torch.empty(count) for _ in range(size)]
+        made.allgather([outputs], [torch.full((count,), float(rank))], _options(AllgatherOptions)).wait()
+        assert [each.unique().item() for each in outputs] == list(range(size))
+        inputs = [torch.full((count,), 10.0 + each) for each in range(size)] if rank == 1 else []
+        part = torch.empty(count)
+        made.scatter([part], [inputs] if rank == 1 else [], _options(dist.ScatterOptions, rootRank=1)).wait()
+        assert part.unique().item() == 10 + rank
+        for each in outputs:
+            each.fill_(-1)
+        made.gather([outputs] if rank == 1 else [], [part], _options(dist.GatherOptions, rootRank=1)).wait()
+        expected = [10.0 + each for each in range(size)] if rank == 1 else [-1] * size
+        assert [each.unique().item() for each in outputs] == expected
+
+    _run(program, size)
+
+
+@pytest.mark.parametrize("count", [2, 100_000])
+@pytest.mark.usefixtures("mode")
+def test_outputs_that_overlap_are_written_in_order(count):
+    """Of one tensor twice the last rank's elements stay."""
+
+    def program(made):
+        result = torch.full((count,), -1.0)
+        made.allgather([[result, result]], [torch.ones(count) * made.rank()], _options(AllgatherOptions)).wait()
+        assert result.unique().item() == 1
 
     _run(program)
