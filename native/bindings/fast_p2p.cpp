@@ -97,7 +97,9 @@ std::optional<WantedTensor> wanted_tensor(nb::handle shape, nb::handle dtype) {
 
 // `result` if it is not a tensor and the rank that sent it, or if both are asked for; else the tensor.
 PyObject* received(nb::object result, nb::handle return_source) {
-    if (return_source.is(nb::handle(Py_True)) || !PyTuple_Check(result.ptr())) return result.release().ptr();
+    const int wants_source = PyTuple_Check(result.ptr()) ? PyObject_IsTrue(return_source.ptr()) : 1;
+    if (wants_source < 0) return nullptr;
+    if (wants_source == 1) return result.release().ptr();
     return Py_NewRef(PyTuple_GET_ITEM(result.ptr(), 0));
 }
 

@@ -56,7 +56,8 @@ std::exception_ptr await_end(const TensorP2P& self, SomeTransfer& transfer, cons
     return interruption;
 }
 
-bool is_offered(const P2PEngine& engine, std::size_t size, int peer) {
+// Whether a message is to be offered first, see `least_offered`.
+bool may_prefer_offer(const P2PEngine& engine, std::size_t size, int peer) {
     return size >= least_offered && engine.shares_memory_with(peer);
 }
 
@@ -82,7 +83,7 @@ bool send_message(const TensorP2P& self, const std::byte* data, std::size_t size
     P2PEngine& engine = *self.engine;
     if (size <= sizeof(FirstMessage) && engine.try_send(data, size, peer, tag)) return true;
     Send send(data, size, peer, tag);
-    send.prefers_offer = deadline.seconds() > 0.0 && is_offered(engine, size, peer);
+    send.prefers_offer = deadline.seconds() > 0.0 && may_prefer_offer(engine, size, peer);
     {
         const nb::gil_scoped_release released;
         if (!engine.start_if_open(send)) return false;
@@ -180,12 +181,12 @@ nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, co
         [](const nb::object& tensor, int source) { return nb::object(nb::make_tuple(tensor, source)); }, should_stop);
 }
 
-// Cancels a send of an exchange that is left before its end.
+// A message that is sent while others move. It is cancelled if it is left before its end.
 class ExchangedSend {
 public:
     ExchangedSend(P2PEngine& engine, const std::byte* data, std::size_t size, int dst, const Tag& tag)
         : engine_(engine), send_(data, size, dst, tag) {
-        send_.prefers_offer = is_offered(engine, size, dst);
+        send_.prefers_offer = may_prefer_offer(engine, size, dst);
     }
     ExchangedSend(const ExchangedSend&) = delete;
     ExchangedSend& operator=(const ExchangedSend&) = delete;

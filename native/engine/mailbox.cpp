@@ -70,6 +70,7 @@ bool Mailbox::cancel(Receive& receive, Outcome outcome) {
     if (message->in_place) {  // read anew for the next receive
         message->num_received = 0;
         message->is_fetched = false;
+        message->fetch.reset();
     } else if (!message->buffer && message->size != 0) {
         message->buffer = std::make_unique_for_overwrite<std::byte[]>(message->size);
         if (message->num_received != 0) std::memcpy(message->buffer.get(), receive.data, message->num_received);

@@ -77,12 +77,12 @@ void Peer::send_now(Send& send) {
 
 void Peer::fetch(const std::shared_ptr<Message>& message) {
     message->is_fetched = true;
-    if (!message->in_place) return grant(*message);
-    if (message->size > admission_.eager_bytes) {  // a smaller one is not granted: its sender waits but briefly
-        message->fetch = fetch_mode_.begin(message->size, has_sends());
-        if (message->fetch->choice == FetchMode::through_ring) return grant(*message);
-    }
-    if (std::ranges::find(reading_, message) == reading_.end()) {
+    if (std::ranges::find(reading_, message) == reading_.end()) {  // else its last receive was cancelled just now
+        if (!message->in_place) return grant(*message);
+        if (message->size > admission_.eager_bytes) {  // a smaller one is not granted: its sender waits but briefly
+            message->fetch = fetch_mode_.begin(message->size, has_sends());
+            if (message->fetch->choice == FetchMode::through_ring) return grant(*message);
+        }
         reading_.push_back(message);
         ++admission_.num_in_place;
     }
@@ -295,7 +295,8 @@ bool Peer::read(const Transfer* until) {
 
 // Handles a frame; false on a protocol violation.
 bool Peer::on_frame(const Frame& frame) {
-    if (frame.size > max_message_bytes || frame.length > frame.size) return false;
+    // The payload of an offer is not the message's.
+    if (frame.size > max_message_bytes || (frame.length > frame.size && frame.kind != FrameType::offer)) return false;
     switch (frame.kind) {
         case FrameType::eager:
             if (frame.size > admission_.eager_bytes || frame.offset != 0) return false;

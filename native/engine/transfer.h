@@ -86,7 +86,7 @@ struct Message {
     int source;
     Tag tag;
     std::size_t size;
-    bool is_offered;           // its data is sent once it is granted
+    bool is_offered;           // its data is read in place, or sent once it is granted
     bool is_fetched = false;   // its data has been asked for: it is read in place, or granted
     bool is_granted = false;   // the grant has been sent
     std::uint64_t number = 0;  // in order of arrival

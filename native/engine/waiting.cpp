@@ -116,7 +116,8 @@ bool P2PEngine::has_incoming() const noexcept {
 // Makes the doorbell wake the progress thread from now on, and receives what has arrived before.
 void P2PEngine::arm_progress_thread() {
     if (peers_.empty()) return;
-    if ((doorbell_.asleep.load() & shm::progress_thread) != 0) return;  // nothing has arrived since it was armed
+    // If it is armed nothing has arrived since; but a message may be half read.
+    if ((doorbell_.asleep.load() & shm::progress_thread) != 0 && !has_work_.load()) return;
     const Guard guard(*this);
     arm();
     poll(nullptr);

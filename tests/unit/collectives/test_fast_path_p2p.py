@@ -131,7 +131,7 @@ def test_sendrecv_rings_on_mixed_paths(first, second):
         with _way(group, first if group.rank else second):
             for i in range(20):
                 mine = torch.full((4,), group.rank + 10.0 * i)
-                theirs, source = fd.sendrecv(mine, right, (4,), left, tag=i, return_source=True)
+                theirs, source = fd.sendrecv(mine, right, (4,), left, tag=i, return_source=(True, 1)[i % 2])
                 assert source == left
                 assert torch.equal(theirs, torch.full((4,), left + 10.0 * i))
             assert fd.sendrecv(torch.ones(2), right, None, fd.ANY_SOURCE).tolist() == [1.0, 1.0]
