@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 _CALLS: dict[str, tuple[int, Callable[[Backend, torch.Tensor], object]]] = {
     "allreduce": (1, lambda group, x: fd.allreduce(x)),
     "all_gather": (1, lambda group, x: fd.all_gather(x)),
-    "all_gather_uneven": (2, lambda group, x: fd.all_gather_uneven(x)),
-    "gather": (2, lambda group, x: fd.gather(x)),
-    "scatter": (2, lambda group, x: fd.scatter(x if group.rank == 0 else None)),
+    "all_gather_uneven": (1, lambda group, x: fd.all_gather_uneven(x)),
+    "all_gather_uneven of many": (2, lambda group, x: fd.all_gather_uneven(x.repeat(100))),
+    "gather": (1, lambda group, x: fd.gather(x)),
+    "gather of many": (2, lambda group, x: fd.gather(x.repeat(100))),
+    "scatter": (1, lambda group, x: fd.scatter(x if group.rank == 0 else None)),
+    "scatter of many": (2, lambda group, x: fd.scatter(x.repeat(100) if group.rank == 0 else None)),
     "reduce_scatter": (1, lambda group, x: fd.reduce_scatter(x)),
     "all_to_all_single_uneven": (1, lambda group, x: fd.all_to_all_single_uneven(x, [1, 2], [1 + group.rank] * 2)),
     "all_gather_object": (2, lambda group, x: fd.all_gather_object("x" * 1000 * group.rank)),
@@ -35,7 +38,7 @@ _CALLS: dict[str, tuple[int, Callable[[Backend, torch.Tensor], object]]] = {
 
 @pytest.mark.parametrize("name", _CALLS)
 def test_number_of_agreements(name: str) -> None:
-    """Ranks agree once, and once more where they have to learn sizes; backward knows all sizes and agrees once."""
+    """Ranks agree once, and once more where they learn sizes and elements are many; backward knows all sizes and agrees once."""
     expected, call = _CALLS[name]
 
     def on_rank(group: Backend) -> list[int]:
