@@ -38,7 +38,7 @@ _CALLS: dict[str, tuple[int, Callable[[Backend, torch.Tensor], object]]] = {
 
 @pytest.mark.parametrize("name", _CALLS)
 def test_number_of_agreements(name: str) -> None:
-    """Ranks agree once, and once more where they learn sizes and elements are many; backward knows all sizes and agrees once."""
+    """Ranks agree once, and once more where they learn sizes of many elements; backward knows them, and agrees once."""
     expected, call = _CALLS[name]
 
     def on_rank(group: Backend) -> list[int]:
