@@ -154,7 +154,7 @@ def all_gather_uneven(
 
 
 class SharedParts(NamedTuple):
-    """What ranks have shared of the parts to be joined."""
+    """The ranks' parts that are to be joined, as far as they have been shared."""
 
     sizes: list[int]  # of each rank, along the dim
     elements: list[memoryview] | None  # of each rank, if all have come and fit together
@@ -205,7 +205,7 @@ def share_parts(
 
 
 def _along(part: tuple[int, ...]) -> tuple[int, int, str]:
-    """What must be equal on all ranks of a `_PART`: the dim, the number of dims, the kind of device."""
+    """The fields of a `_PART` that must be equal on all ranks: the dim, the number of dims, the kind of device."""
     _, _, dim, num_dims, _, _, is_on_gpu = part
     return dim, num_dims, "on a GPU" if is_on_gpu else "on the CPU"
 

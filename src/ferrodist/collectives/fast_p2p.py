@@ -1,4 +1,4 @@
-"""The fast path of point-to-point calls, and how far a call has come that it leaves to the general path.
+"""The fast path of point-to-point calls, and the progress of calls that go on on the general path.
 
 `compiled.fast_send`, `fast_recv_into`, `fast_recv`, `fast_sendrecv` and `fast_batch`, in native/bindings/fast_p2p.cpp,
 take the arguments of their public namesakes by position. They return the result (a send returns True), None before

@@ -268,7 +268,7 @@ def _part_shape(shape: Sequence[int], dim: int, group: Backend) -> list[int]:
 
 
 class _ScatterHead(NamedTuple):
-    """What the root of a scatter has told of its tensor."""
+    """The root's tensor in a scatter, as its description has told the other ranks."""
 
     dim: int
     dtype: torch.dtype

@@ -45,7 +45,7 @@ class Recv:
 
 
 class Progress(NamedTuple):
-    """How far a call, or an operation of a batch, has come on the fast path."""
+    """The progress of a call, or of an operation of a batch, on the fast path."""
 
     seconds: float = 0.0  # elapsed time
     payload_id: int | None = None  # of a send: the payload's, if the header was sent and the payload was not

@@ -18,6 +18,7 @@ from typing_extensions import override
 from ferrodist.backends.cuda_streams import record_use_on_streams, streams_of
 from ferrodist.backends.native.binding import compiled
 from ferrodist.backends.tags import ANY_SOURCE
+from ferrodist.collectives import fast_p2p  # noqa: F401 - which tells the compiled functions what they look into
 from ferrodist.collectives.arguments import bytes_of
 from ferrodist.collectives.engines.gpu_staged import HostStagedP2P
 from ferrodist.collectives.engines.select import engine_of
@@ -25,10 +26,12 @@ from ferrodist.collectives.host_staging import StreamHandoff
 from ferrodist.collectives.work import wait_for_started
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError
+from ferrodist.torch_backend.argument_forms import recorded
 from ferrodist.torch_backend.collectives import check_movable
 from ferrodist.torch_backend.layouts import Target, source_of
 from ferrodist.torch_backend.work import DoneWork, FerrodistWork
 from ferrodist.torch_private.compilers import not_compiled
+from ferrodist.torch_private.profiling import is_profiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -115,6 +118,28 @@ class MessageWork(FerrodistWork):
     @override
     def run_in_thread(self, callback: Callable[[], None]) -> None:
         self.threads.run(callback)  # which waits no longer than a wait does, also for a message that never comes
+
+
+def send_message(group: Backend, tensor: torch.Tensor, dst: int, tag: int, threads: ThreadPool) -> FerrodistWork:
+    """Send a tensor, at once if it is small and nothing is in its way."""
+    if not is_profiling() and compiled.fast_send_bytes(tensor, dst, tag, group):
+        return DoneMessage(tensor, dst, threads)
+    with recorded("send"):
+        return start_send(group, tensor, dst, tag, threads)
+
+
+def receive_message(  # noqa: PLR0917
+    name: str, group: Backend, tensor: torch.Tensor, src: int | None, tag: int, threads: ThreadPool
+) -> FerrodistWork:
+    """Receive a tensor, at once if it is small and has come; without ``src`` from any rank.
+
+    ``name`` is the call's, for torch's profiler.
+    """
+    source = None if is_profiling() else compiled.fast_recv_bytes(tensor, src, tag, group)
+    if source is not None:
+        return DoneMessage(tensor, source, threads)
+    with recorded(name):
+        return start_receive(group, tensor, src, tag, threads)
 
 
 def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int, threads: ThreadPool) -> FerrodistWork:

@@ -16,23 +16,15 @@ from ferrodist.backends.lifecycle import ExitStage, at_exit, cancel_at_exit
 from ferrodist.backends.native.binding import compiled
 from ferrodist.backends.process_group import abort_on_unhandled_exception
 from ferrodist.backends.subgroup import SubBackend
-from ferrodist.collectives import fast_p2p  # noqa: F401 - which tells the compiled functions what they look into
 from ferrodist.collectives.arguments import check_root
 from ferrodist.collectives.fast_path import start_data
 from ferrodist.errors import InvalidRankError, UnsupportedOpError
 from ferrodist.torch_backend import collectives
-from ferrodist.torch_backend.argument_forms import accept_options, recorded
+from ferrodist.torch_backend.argument_forms import accept_options
 from ferrodist.torch_backend.buffer_pool import BufferPool
 from ferrodist.torch_backend.collectives import only, plain_reduction, reduction
 from ferrodist.torch_backend.futures import ThreadPool
-from ferrodist.torch_backend.messages import (
-    DoneMessage,
-    MessageWork,
-    PendingSends,
-    drain_pending,
-    start_receive,
-    start_send,
-)
+from ferrodist.torch_backend.messages import MessageWork, PendingSends, drain_pending, receive_message, send_message
 from ferrodist.torch_backend.sparse import sparse_allreduce
 from ferrodist.torch_backend.work import (
     CallbackLevels,
@@ -43,7 +35,6 @@ from ferrodist.torch_backend.work import (
     seconds_of,
 )
 from ferrodist.torch_private.compilers import not_compiled
-from ferrodist.torch_private.profiling import is_profiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -376,30 +367,19 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> FerrodistWork:
         """Send a tensor."""
-        tensor = only(tensors, "send")
-        if not is_profiling() and compiled.fast_send_bytes(tensor, dst, tag, self.group):
-            return self._returned(DoneMessage(tensor, dst, self._threads))
-        with recorded("send"):
-            work = start_send(self.group, tensor, dst, tag, self._threads)
+        work = send_message(self.group, only(tensors, "send"), dst, tag, self._threads)
         if isinstance(work, MessageWork):
             self._sends.add(work)
         return self._returned(work)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> FerrodistWork:
         """Receive a tensor."""
-        return self._recv("recv", only(tensors, "recv"), src, tag)
+        return self._returned(receive_message("recv", self.group, only(tensors, "recv"), src, tag, self._threads))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> FerrodistWork:
         """Receive a tensor from any rank."""
-        return self._recv("recv_anysource", only(tensors, "recv"), None, tag)
-
-    def _recv(self, name: str, tensor: torch.Tensor, src: int | None, tag: int) -> FerrodistWork:
-        if not is_profiling():
-            source = compiled.fast_recv_bytes(tensor, src, tag, self.group)  # if the message has come already
-            if source is not None:
-                return self._returned(DoneMessage(tensor, source, self._threads))
-        with recorded(name):
-            return self._returned(start_receive(self.group, tensor, src, tag, self._threads))
+        tensor = only(tensors, "recv")
+        return self._returned(receive_message("recv_anysource", self.group, tensor, None, tag, self._threads))
 
     # Coalescing.
 

@@ -15,7 +15,7 @@ from ferrodist.backends.native import is_native_available
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.errors import CollectiveMismatchError, SizeMismatchError
 from ferrodist.testing import run_ranks
-from ferrodist.torch_backend import process_group, work
+from ferrodist.torch_backend import messages, work
 from ferrodist.torch_backend.process_group import FerrodistProcessGroup
 
 pytestmark = pytest.mark.skipif(
@@ -342,13 +342,13 @@ def test_messages(given, dtype):
 def test_small_messages_make_no_request(monkeypatch):
     """A small message that can be sent, or has come, is moved by the call itself; order, sizes and errors are kept."""
 
-    state, starts = threading.local(), process_group.start_receive
+    state, starts = threading.local(), messages.start_receive
 
     def start_receive(*arguments):
         assert not getattr(state, "is_here", False), "a small message that had come was received by a request"
         return starts(*arguments)
 
-    monkeypatch.setattr(process_group, "start_receive", start_receive)
+    monkeypatch.setattr(messages, "start_receive", start_receive)
 
     def program(made):
         rank, other, group = made.rank(), 1 - made.rank(), made.group
