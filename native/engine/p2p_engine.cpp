@@ -22,7 +22,7 @@ P2PEngine::Guard::~Guard() {
     engine_.num_ended_seen_ = num_ended;
     const bool is_reading = engine_.admission_.num_in_place != 0;  // and somebody has to go on
     lock_.unlock();
-    if (is_reading && engine_.num_waiters_.load() == 0) engine_.wake_progress_thread();
+    if (is_reading && !is_waiting_ && engine_.num_waiters_.load() == 0) engine_.wake_progress_thread();
     if ((has_ended || is_reading) && engine_.num_asleep_.load() > (is_asleep_ ? 1 : 0))
         engine_.doorbell_.wake(shm::waiter);
     if (dispatches_) engine_.dispatch_events();
@@ -83,7 +83,7 @@ bool P2PEngine::try_send(const std::byte* data, std::size_t size, int dst, const
         if (!lock.owns_lock() || !is_open()) return false;
         peer = peer_of(dst);
         if (peer == nullptr || !peer->try_send(data, size, tag)) return false;
-        ++num_moves_;
+        note_move();
     }
     peer->notify();
     return true;
@@ -98,10 +98,11 @@ bool P2PEngine::start_if_open(Send& send) {
 }
 
 bool P2PEngine::start_if_open(Receive& receive, bool may_wait) {
-    const Guard guard = may_wait ? Guard(*this, false) : Guard(*this, std::try_to_lock);
+    Guard guard = may_wait ? Guard(*this, false) : Guard(*this, std::try_to_lock);
+    guard.set_waiting();
     if (!guard.owns_lock() || !is_open()) return false;
     if (receive.source == any_source ? num_lost_ != 0 : lost_[static_cast<std::size_t>(receive.source)]) return false;
-    ++num_moves_;
+    note_move();
     admission_.mailbox.post(receive);
     if (receive.outcome == Outcome::under_way) poll(&receive);
     return true;
@@ -114,14 +115,14 @@ void P2PEngine::start(Send& send) {
 
 void P2PEngine::start(Receive& receive) {
     const Guard guard(*this, false);
-    ++num_moves_;
+    note_move();
     admission_.mailbox.post(receive);
     if (receive.outcome == Outcome::under_way) poll(&receive);
 }
 
 void P2PEngine::start_with_listener(Receive& receive) {
     const Guard guard(*this, false);
-    ++num_moves_;
+    note_move();
     admission_.mailbox.add_listener(receive);
     admission_.mailbox.post(receive);
     if (receive.outcome == Outcome::under_way) poll(&receive);
@@ -321,7 +322,7 @@ void P2PEngine::abandon() noexcept {
 // Everything below runs under the lock.
 
 void P2PEngine::start(Peer& peer, Send& send) {
-    ++num_moves_;
+    note_move();
     peer.start(send);
     note_work(peer);
 }
@@ -338,6 +339,7 @@ bool P2PEngine::read(Peer& peer, const Transfer* until) {
     if (has_read && peer.has_outgoing()) peer.pump();  // a send may have been granted
     if (peer.is_lost() && !lost_[static_cast<std::size_t>(peer.rank())]) {
         unexplained_.push_back({.rank = peer.rank(), .time = Clock::now()});
+        has_unexplained_.store(true);
         wake_progress_thread();
     }
     return has_read;
@@ -363,7 +365,7 @@ bool P2PEngine::poll(const Transfer* until, const tcp::ReadySet& ready) {
         has_work |= peer.has_work();
     }
     has_work_.store(has_work, std::memory_order_relaxed);
-    if (has_moved) ++num_moves_;
+    if (has_moved) note_move();
     return has_moved;
 }
 

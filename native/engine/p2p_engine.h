@@ -8,7 +8,8 @@
 // message would cost more than the messages: so while there is traffic the progress thread does not set its
 // `Doorbell::asleep` bit, but polls once a millisecond; after a millisecond without traffic it sets the bit and sleeps
 // until the doorbell rings. It sets the bit at once if a transfer has a listener but no waiting thread. A rank that
-// only computes is left alone.
+// only computes is left alone. While a thread waits, the progress thread does not even take the lock: it would copy on
+// the processor that the waiting thread needs. Exchanges of 2 MiB, a few after each silence, took 590 us instead of 930.
 //
 // [Note: who watches connections]
 // Data that arrives over a connection does not ring a doorbell. A poll thread sleeps on the connections, armed whenever
@@ -92,7 +93,7 @@ public:
     bool try_send(const std::byte* data, std::size_t size, int dst, const Tag& tag);
     // Starts a send if its peer and the group are open; returns false without effect if not.
     bool start_if_open(Send& send);
-    // The same for a receive. `may_wait`: whether to wait for the lock.
+    // The same for a receive, for which the caller waits next. `may_wait`: whether to wait for the lock.
     bool start_if_open(Receive& receive, bool may_wait);
 
     // Start a transfer without checking the state of the group, which the caller has done.
@@ -171,12 +172,15 @@ private:
         [[nodiscard]] bool owns_lock() const noexcept { return lock_.owns_lock(); }
         // Marks this thread as counted among the sleepers, so it need not be woken.
         void set_asleep() noexcept { is_asleep_ = true; }
+        // Marks this thread as about to wait, so that it goes on reading by itself.
+        void set_waiting() noexcept { is_waiting_ = true; }
 
     private:
         P2PEngine& engine_;
         std::unique_lock<std::mutex> lock_;
         bool dispatches_;
         bool is_asleep_ = false;
+        bool is_waiting_ = false;
     };
 
     // Counts a waiting thread; the last one hands over to the progress thread.
@@ -190,6 +194,7 @@ private:
     bool spin(const Transfer& transfer, const Deadline& deadline);
     void arm_progress_thread();
     void run_progress_thread();
+    bool is_left_to_waiters(std::uint64_t& num_moves_seen, std::chrono::nanoseconds& longest);
     void run_poll_thread();
     bool cancel(Send& send, Outcome outcome, std::size_t reason);
 
@@ -197,6 +202,7 @@ private:
     [[nodiscard]] Peer* peer_of(int rank) const noexcept { return by_rank_[static_cast<std::size_t>(rank)]; }
     void start(Peer& peer, Send& send);
     void note_work(const Peer& peer);
+    void note_move() noexcept { num_moves_.store(num_moves_.load(std::memory_order_relaxed) + 1); }
     bool read(Peer& peer, const Transfer* until);
     bool poll(const Transfer* until) { return poll(until, poll_connections()); }
     bool poll(const Transfer* until, const tcp::ReadySet& ready);
@@ -220,9 +226,10 @@ private:
     std::vector<bool> is_local_;  // by rank; never changes
     std::vector<bool> lost_;      // by rank
     std::size_t num_lost_ = 0;
-    std::vector<Loss> unexplained_;   // lost connections whose reason is not known yet
-    std::size_t num_ended_seen_ = 0;  // when waiters were last woken for it
-    std::uint64_t num_moves_ = 0;     // counts moves, to detect traffic
+    std::vector<Loss> unexplained_;  // lost connections whose reason is not known yet
+    std::atomic<bool> has_unexplained_{false};
+    std::size_t num_ended_seen_ = 0;           // when waiters were last woken for it
+    std::atomic<std::uint64_t> num_moves_{0};  // counts moves, to detect traffic; changed under the lock
 
     std::chrono::microseconds spin_time_;
     Contention contention_;

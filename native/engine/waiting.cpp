@@ -139,7 +139,11 @@ void P2PEngine::run_progress_thread() {
     std::uint64_t num_moves_seen = 0;
     while (true) {
         std::chrono::nanoseconds longest = no_tick;
-        std::uint32_t word = 0;
+        std::uint32_t word = doorbell_.word.load();
+        if (is_left_to_waiters(num_moves_seen, longest)) {
+            doorbell_.sleep(word, shm::progress_thread, longest);
+            continue;
+        }
         {
             const Guard guard(*this);
             if (is_closed_) return;
@@ -159,6 +163,18 @@ void P2PEngine::run_progress_thread() {
         }
         doorbell_.sleep(word, shm::progress_thread, longest);
     }
+}
+
+// Whether threads wait, which move all messages, and there is nothing else to do. Then the progress thread sleeps for at most `longest`.
+bool P2PEngine::is_left_to_waiters(std::uint64_t& num_moves_seen, std::chrono::nanoseconds& longest) {
+    if (num_waiters_.load() == 0 || !is_open() || has_unexplained_.load() || has_events_.load()) return false;
+    const bool is_ticking = num_moves_seen != num_moves_.load();
+    is_ticking_.store(is_ticking);
+    // As below: a waiter that leaves now sees `is_ticking_`, or is missed here.
+    if (!is_ticking && num_waiters_.load() == 0) return false;
+    num_moves_seen = num_moves_.load();
+    if (is_ticking) longest = tick;
+    return true;
 }
 
 void P2PEngine::run_poll_thread() {
@@ -185,6 +201,7 @@ void P2PEngine::report_losses() {
         admission_.add_event(PeerEvent::Kind::gone, loss.rank);
         return true;
     });
+    has_unexplained_.store(!unexplained_.empty());
 }
 
 // Whether there are active transfers that a thread may wait for elsewhere.
