@@ -99,12 +99,12 @@ bool P2PEngine::start_if_open(Send& send) {
 
 bool P2PEngine::start_if_open(Receive& receive, bool may_wait) {
     Guard guard = may_wait ? Guard(*this, false) : Guard(*this, std::try_to_lock);
-    guard.set_waiting();
     if (!guard.owns_lock() || !is_open()) return false;
     if (receive.source == any_source ? num_lost_ != 0 : lost_[static_cast<std::size_t>(receive.source)]) return false;
     note_move();
     admission_.mailbox.post(receive);
     if (receive.outcome == Outcome::under_way) poll(&receive);
+    if (may_wait && receive.outcome == Outcome::under_way) guard.set_waiting();
     return true;
 }
 

@@ -93,7 +93,7 @@ public:
     bool try_send(const std::byte* data, std::size_t size, int dst, const Tag& tag);
     // Starts a send if its peer and the group are open; returns false without effect if not.
     bool start_if_open(Send& send);
-    // The same for a receive, for which the caller waits next. `may_wait`: whether to wait for the lock.
+    // The same for a receive. `may_wait`: whether to wait for the lock; the caller then waits for the receive next.
     bool start_if_open(Receive& receive, bool may_wait);
 
     // Start a transfer without checking the state of the group, which the caller has done.
@@ -172,7 +172,7 @@ private:
         [[nodiscard]] bool owns_lock() const noexcept { return lock_.owns_lock(); }
         // Marks this thread as counted among the sleepers, so it need not be woken.
         void set_asleep() noexcept { is_asleep_ = true; }
-        // Marks this thread as about to wait, so that it goes on reading by itself.
+        // Marks this thread as about to wait for a transfer that is under way, so that it goes on reading by itself.
         void set_waiting() noexcept { is_waiting_ = true; }
 
     private:

@@ -165,7 +165,8 @@ void P2PEngine::run_progress_thread() {
     }
 }
 
-// Whether threads wait, which move all messages, and there is nothing else to do. Then the progress thread sleeps for at most `longest`.
+// Whether threads wait, which move all messages, and there is nothing else to do. Then the progress thread sleeps for at
+// most `longest`.
 bool P2PEngine::is_left_to_waiters(std::uint64_t& num_moves_seen, std::chrono::nanoseconds& longest) {
     if (num_waiters_.load() == 0 || !is_open() || has_unexplained_.load() || has_events_.load()) return false;
     const bool is_ticking = num_moves_seen != num_moves_.load();
