@@ -118,6 +118,7 @@ void P2PEngine::start(Receive& receive) {
     note_move();
     admission_.mailbox.post(receive);
     if (receive.outcome == Outcome::under_way) poll(&receive);
+    arm_for_started();
 }
 
 void P2PEngine::start_with_listener(Receive& receive) {
@@ -126,6 +127,7 @@ void P2PEngine::start_with_listener(Receive& receive) {
     admission_.mailbox.add_listener(receive);
     admission_.mailbox.post(receive);
     if (receive.outcome == Outcome::under_way) poll(&receive);
+    arm_for_started();
 }
 
 bool P2PEngine::cancel(Send& send, Outcome outcome, std::size_t reason) {
@@ -281,7 +283,7 @@ void P2PEngine::close() {
         admission_.close();
         for (tcp::TcpChannel* tcp_channel : tcp_channels_) (void)tcp_channel->leave();
     }
-    doorbell_.wake(shm::progress_thread | shm::waiter);
+    doorbell_.wake(shm::progress_thread | shm::space_maker | shm::waiter);
     if (poller_) poller_->stop();
     for (auto* thread : {&progress_thread_, &poll_thread_}) {
         if (!*thread) continue;
@@ -325,6 +327,7 @@ void P2PEngine::start(Peer& peer, Send& send) {
     note_move();
     peer.start(send);
     note_work(peer);
+    arm_for_started();
 }
 
 // Makes spinning threads go on reading from a rank of this host, and writing to it: it sends no event when it has made

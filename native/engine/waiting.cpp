@@ -21,6 +21,9 @@ constexpr auto loss_tick = std::chrono::milliseconds(100);
 // Polling connections takes a system call, as long as several polls of the rings.
 constexpr int ring_polls_per_connection_poll = 8;
 
+// What the doorbell wakes the progress thread for.
+constexpr std::uint32_t progress_bits = shm::progress_thread | shm::space_maker;
+
 }  // namespace
 
 class P2PEngine::WaiterScope {
@@ -28,8 +31,7 @@ public:
     explicit WaiterScope(P2PEngine& engine) : engine_(engine) {
         engine_.num_waiters_.fetch_add(1);
         auto& asleep = engine_.doorbell_.asleep;
-        if ((asleep.load(std::memory_order_relaxed) & shm::progress_thread) != 0)
-            asleep.fetch_and(~shm::progress_thread);
+        if ((asleep.load(std::memory_order_relaxed) & shm::progress_thread) != 0) asleep.fetch_and(~progress_bits);
     }
     WaiterScope(const WaiterScope&) = delete;
     WaiterScope& operator=(const WaiterScope&) = delete;
@@ -119,19 +121,28 @@ void P2PEngine::arm_progress_thread() {
     // If it is armed nothing has arrived since; but a message may be half read.
     if ((doorbell_.asleep.load() & shm::progress_thread) != 0 && !has_work_.load()) return;
     const Guard guard(*this);
+    if ((doorbell_.asleep.load() & progress_bits) == shm::space_maker) return arm_for_started();
     arm();
     poll(nullptr);
 }
 
 void P2PEngine::arm() {
-    doorbell_.asleep.fetch_or(shm::progress_thread);
+    doorbell_.asleep.fetch_or(has_started() ? shm::progress_thread : shm::space_maker);
     if (poller_ && !is_closed_) poller_->arm();
+}
+
+// Arms the progress thread for a transfer that has been started, if so far it sleeps until a ring is full. If it is awake
+// it finds the transfer, and if threads wait the last of them arms it.
+void P2PEngine::arm_for_started() {
+    if ((doorbell_.asleep.load() & progress_bits) != shm::space_maker || !has_started()) return;
+    arm();
+    poll(nullptr);
 }
 
 // Makes the progress thread poll by itself.
 void P2PEngine::wake_progress_thread() {
-    doorbell_.asleep.fetch_and(~shm::progress_thread);
-    doorbell_.wake(shm::progress_thread);
+    doorbell_.asleep.fetch_and(~progress_bits);
+    doorbell_.wake(progress_bits);
 }
 
 void P2PEngine::run_progress_thread() {
@@ -141,7 +152,7 @@ void P2PEngine::run_progress_thread() {
         std::chrono::nanoseconds longest = no_tick;
         std::uint32_t word = doorbell_.word.load();
         if (is_left_to_waiters(num_moves_seen, longest)) {
-            doorbell_.sleep(word, shm::progress_thread, longest);
+            doorbell_.sleep(word, progress_bits, longest);
             continue;
         }
         {
@@ -161,7 +172,7 @@ void P2PEngine::run_progress_thread() {
             if (!unexplained_.empty()) longest = loss_tick;
             if (is_ticking) longest = tick;
         }
-        doorbell_.sleep(word, shm::progress_thread, longest);
+        doorbell_.sleep(word, progress_bits, longest);
     }
 }
 

@@ -4,8 +4,8 @@
 // [Note: asleep]
 // A sleeper sets its bit in `asleep`, reads `word`, checks its condition once more, and sleeps only while `word` is
 // unchanged. A writer writes first and reads `asleep` after; all of this is sequentially consistent, so either the
-// sleeper finds what was written or the writer rings. Ringing clears `asleep`: later writes make no system call until
-// the sleeper sets its bit again. A killed rank leaves a bit behind, which costs one ring.
+// sleeper finds what was written or the writer rings. Ringing clears the bits that it wakes: later writes make no system
+// call until the sleeper sets its bit again. A killed rank leaves a bit behind, which costs one ring.
 #pragma once
 
 #include <atomic>
@@ -19,21 +19,27 @@ namespace ferrodist::shm {
 // Kinds of sleepers: bits of `Doorbell::asleep`.
 inline constexpr std::uint32_t waiter = 1;           // threads that wait for a transfer
 inline constexpr std::uint32_t progress_thread = 2;  // the thread that moves messages when no thread waits
+inline constexpr std::uint32_t space_maker = 4;      // the same thread while it need only empty rings that are full
 
 struct alignas(line_bytes) Doorbell {
     std::atomic<std::uint32_t> word;
     std::atomic<std::uint32_t> asleep;
 
-    // Wakes the sleepers that have set their bit; see [Note: asleep].
-    void ring() {
-        if (asleep.load() != 0) wake(asleep.exchange(0));
-    }
+    // Wake the sleepers that have set their bit, after a write and after a write that has found no space; see
+    // [Note: asleep].
+    void ring() { ring(waiter | progress_thread); }
+    void ring_for_space() { ring(space_maker); }
 
     // Wakes the sleepers of `bits`, whether their bit is set or not.
     void wake(std::uint32_t bits);
 
     // Sleeps while `word` is `seen`, for at most `longest`.
     void sleep(std::uint32_t seen, std::uint32_t bits, std::chrono::nanoseconds longest);
+
+private:
+    void ring(std::uint32_t bits) {
+        if ((asleep.load() & bits) != 0) wake(asleep.fetch_and(~bits) & bits);
+    }
 };
 static_assert(sizeof(Doorbell) == line_bytes);
 

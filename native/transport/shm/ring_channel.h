@@ -26,6 +26,7 @@ public:
     }
     bool set_blocked(bool is_blocked) override {
         writer_.set_blocked(is_blocked);
+        if (is_blocked) doorbell_.ring_for_space();
         return is_blocked;
     }
     void notify() override { doorbell_.ring(); }
