@@ -23,15 +23,25 @@ inline void yield_processor() noexcept {
     ::sched_yield();
 }
 
+// Moves this thread off the processors of `avoided`, if it may use any other.
+inline void migrate_thread(const cpu_set_t& avoided) noexcept {
+    cpu_set_t usable;
+    if (::sched_getaffinity(0, sizeof usable, &usable) != 0) return;
+    cpu_set_t others;
+    CPU_AND(&others, &usable, &avoided);
+    CPU_XOR(&others, &usable, &others);
+    if (CPU_COUNT(&others) == 0) return;
+    if (::sched_setaffinity(0, sizeof others, &others) == 0) ::sched_setaffinity(0, sizeof usable, &usable);
+}
+
 // Moves this thread to another processor, if it may use more than one.
 inline void migrate_thread() noexcept {
-    cpu_set_t usable;
-    if (::sched_getaffinity(0, sizeof usable, &usable) != 0 || CPU_COUNT(&usable) < 2) return;
     const int here = ::sched_getcpu();
     if (here < 0 || here >= CPU_SETSIZE) return;
-    cpu_set_t others = usable;
-    CPU_CLR(static_cast<unsigned>(here), &others);
-    if (::sched_setaffinity(0, sizeof others, &others) == 0) ::sched_setaffinity(0, sizeof usable, &usable);
+    cpu_set_t avoided;
+    CPU_ZERO(&avoided);
+    CPU_SET(static_cast<unsigned>(here), &avoided);
+    migrate_thread(avoided);
 }
 
 }  // namespace ferrodist

@@ -16,7 +16,7 @@
 // for seconds: of 250 batches of allreduces of 64 KiB to 1 MiB a quarter ran so, in twice the time. So a rank whose
 // yields repeatedly take as long as another thread's time slice migrates, once: it removes its processor from its
 // affinity mask and puts it back. After that none of 744 batches ran so. The number of yields that this takes differs
-// between threads, so that two do not both migrate.
+// between threads, so that two do not both migrate. Messages have a better sign: `P2PEngine::leave_shared_processor`.
 #pragma once
 
 #include <unistd.h>

@@ -21,6 +21,9 @@ constexpr auto loss_tick = std::chrono::milliseconds(100);
 // Polling connections takes a system call, as long as several polls of the rings.
 constexpr int ring_polls_per_connection_poll = 8;
 
+// A shorter wait does not tell anything about the processor.
+constexpr int polls_before_migration = 16;
+
 // What the doorbell wakes the progress thread for.
 constexpr std::uint32_t progress_bits = shm::progress_thread | shm::space_maker;
 
@@ -100,6 +103,7 @@ bool P2PEngine::spin(const Transfer& transfer, const Deadline& deadline) {
         }
         if (transfer.has_ended.load()) return true;
         dispatch_events();
+        if (num_polls == polls_before_migration && !settings_.is_oversubscribed) leave_shared_processor();
         if (has_moved) {
             spin.restart();
         } else if (!spin.should_retry()) {
@@ -107,6 +111,26 @@ bool P2PEngine::spin(const Transfer& transfer, const Deadline& deadline) {
         }
         relax();
     }
+}
+
+// See [Note: shared processors].
+void P2PEngine::leave_shared_processor() noexcept {
+    const int here = ::sched_getcpu();
+    if (here < 0 || ring_channels_.empty()) return;
+    auto& noted = doorbell_.processor;
+    if (noted.load(std::memory_order_relaxed) != here + 1) noted.store(here + 1, std::memory_order_relaxed);
+    cpu_set_t occupied;
+    CPU_ZERO(&occupied);
+    bool is_shared = false;
+    for (const auto* channel : ring_channels_) {
+        const int processor = channel->processor_of_peer();
+        if (processor < 0 || processor >= CPU_SETSIZE) continue;
+        CPU_SET(static_cast<unsigned>(processor), &occupied);
+        is_shared |= processor == here;
+    }
+    if (!is_shared) return;
+    migrate_thread(occupied);
+    noted.store(::sched_getcpu() + 1, std::memory_order_relaxed);
 }
 
 // Whether ranks of this host have sent anything, or there is something to write to them.

@@ -24,6 +24,7 @@ inline constexpr std::uint32_t space_maker = 4;      // the same thread while it
 struct alignas(line_bytes) Doorbell {
     std::atomic<std::uint32_t> word;
     std::atomic<std::uint32_t> asleep;
+    std::atomic<std::int32_t> processor;  // one more than that on which the rank waited last; 0: unknown. A hint.
 
     // Wake the sleepers that have set their bit, after a write and after a write that has found no space; see
     // [Note: asleep].

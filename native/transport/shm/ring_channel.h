@@ -18,6 +18,11 @@ public:
     // Whether there are unread frames. For any thread.
     [[nodiscard]] bool has_frames() const noexcept { return reader_.has_frames(); }
 
+    // The processor on which the other rank waited last, or -1. For any thread.
+    [[nodiscard]] int processor_of_peer() const noexcept {
+        return doorbell_.processor.load(std::memory_order_relaxed) - 1;
+    }
+
     [[nodiscard]] std::size_t chunk_bytes() const noexcept override { return writer_.chunk_bytes(); }
     [[nodiscard]] Put put(const Frame& frame, const std::byte* payload) override {
         if (writer_.room(frame.length) < static_cast<std::ptrdiff_t>(frame.length)) return Put::none;
