@@ -110,9 +110,10 @@ class Ferrodist:
         fd, rank, tensor = self._fd, self.rank, self._torch.from_numpy
         whole, part = tensor(values(rank, at.total)), tensor(values(rank, at.part))
         uneven = tensor(values(rank, at.uneven[rank]))
-        target, small = self._torch.empty(at.total), self._torch.empty(at.part)
+        target, small = tensor(np.empty(at.total, np.float32)), tensor(np.empty(at.part, np.float32))
         left, right = (rank - 1) % at.num_ranks, (rank + 1) % at.num_ranks
-        parts, targets = list(whole.clone().split(at.part)), list(target.clone().split(at.part))
+        parts = list(tensor(values(rank, at.total)).split(at.part))
+        targets = list(tensor(np.empty(at.total, np.float32)).split(at.part))
         source_of_sent = tensor(values(rank, sum(at.sent)))
         root_out = target if rank == 0 else None
 
@@ -231,7 +232,7 @@ class Torch:
         """The calls of the forms that torch.distributed has."""
         dist, rank, tensor = self._dist, self.rank, self._torch.from_numpy
         whole, part = tensor(values(rank, at.total)), tensor(values(rank, at.part))
-        target, small = self._torch.empty(at.total), self._torch.empty(at.part)
+        target, small = tensor(np.empty(at.total, np.float32)), tensor(np.empty(at.part, np.float32))
         parts, targets = list(whole.clone().split(at.part)), list(target.clone().split(at.part))
         source_of_sent, received = tensor(values(rank, sum(at.sent))), self._torch.empty(sum(at.received))
         copy = tensor(values(0, at.total)) if rank == 0 else target.clone()

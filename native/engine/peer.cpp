@@ -79,8 +79,9 @@ void Peer::fetch(const std::shared_ptr<Message>& message) {
     message->is_fetched = true;
     if (std::ranges::find(reading_, message) == reading_.end()) {  // else its last receive was cancelled just now
         if (!message->in_place) return grant(*message);
-        if (message->size > admission_.eager_bytes) {  // a smaller one is not granted: its sender waits but briefly
-            message->fetch = fetch_mode_.begin(message->size, has_sends());
+        // A smaller one is not granted: its sender waits but briefly.
+        if (message->size > admission_.eager_bytes && !has_sends()) {
+            message->fetch = fetch_mode_.begin(message->size);
             if (message->fetch->choice == FetchMode::through_ring) return grant(*message);
         }
         reading_.push_back(message);
