@@ -14,6 +14,7 @@
 #include "bindings/eager_tensors.h"
 #include "bindings/failures.h"
 #include "bindings/p2p.h"
+#include "bindings/prepared.h"
 #include "bindings/gil_release.h"
 #include "bindings/fast_path.h"
 #include "bindings/tensor.h"
@@ -135,6 +136,7 @@ NB_MODULE(_native, m) {
 
     nb::class_<Communicator> communicator(m, "Communicator", "A rank's communicator of one group.");
     bind_fast_path(m, communicator);
+    bind_prepared(m);
     communicator
         .def(
             "__init__",

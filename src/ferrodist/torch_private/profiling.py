@@ -5,8 +5,13 @@ Without it `torch.autograd._profiler_enabled` takes its place, which is slower; 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.autograd import profiler
+
+FLAG_OWNER: dict[str, Any] | None = vars(profiler) if hasattr(profiler, "_is_profiler_enabled") else None
+"""The names of the module that has the flag, for the compiled module; None without it."""
 
 if hasattr(profiler, "_is_profiler_enabled"):
 
