@@ -45,9 +45,14 @@ class FrameAuthenticator:
             state.update(part)
         return state.digest()
 
-    def advance(self) -> None:
-        """Advance to the next frame."""
-        self._sequence_number += 1
+    @property
+    def sequence_number(self) -> int:
+        """The number of the next frame."""
+        return self._sequence_number
+
+    def advance(self, sequence_number: int | None = None) -> None:
+        """Advance past the next frame, or past the one of a number, which may be done already."""
+        self._sequence_number = (self._sequence_number if sequence_number is None else sequence_number) + 1
 
     def check(self, tag: Buffer, *parts: Buffer) -> None:
         """Check the tag of the next received frame, and advance."""

@@ -1,4 +1,16 @@
-"""A non-blocking connection of a star: its write queue, its read-ahead buffer and its kernel settings."""
+"""A non-blocking connection of a star: its write queue, its read-ahead buffer and its kernel settings.
+
+[Note: interrupted writes]
+Frames are also written by the threads that send, the main thread among them, where a signal handler may raise between
+any two steps: as Ctrl-C does, and the alarm of a test's timeout. Bytes that are written twice, or a frame that is lost,
+would end the connection, and with it the group. So whoever writes next finds out how far the last one came:
+
+- A frame stays in its queue until it has been written and finished, and each step of finishing it can be done again.
+- The numbers of bytes that the kernel has taken are appended to the frame's list by the same call that writes them, in
+  C (`list.extend` of a `map`), where no handler runs in between.
+- Callbacks move to `_due` in the same way; any thread calls them, at most once. One that is interrupted itself, as a
+  rule that of the call which the handler ends, is not called again.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +50,15 @@ class QueuedFrame:
     owner: object = None  # the payload's owner, for `FramedConnection.drop`
     on_written: Callable[[], object] | None = None  # called once the last byte has been given to the kernel
     relayed: bool = False  # whether it only passes through this rank
-    begun: bool = False  # the kernel has a byte of it, so the rest must follow
-    views: list[memoryview] = field(default_factory=list)
+    number: int = 0  # in its session, once it is the current one
+    views: list[memoryview] = field(default_factory=list)  # its bytes, from then on
+    counts: list[int] = field(default_factory=list)  # of bytes that the kernel has taken, per write
+    callbacks: list[Callable[[], object]] = field(default_factory=list)  # `on_written`, until it is due
+
+    @property
+    def begun(self) -> bool:
+        """Whether the kernel has a byte of it, so that the rest must follow."""
+        return bool(self.counts)
 
 
 class FramedConnection:
@@ -64,7 +83,8 @@ class FramedConnection:
         self._lock = threading.Lock()
         self._urgent: deque[QueuedFrame] = deque()
         self._queue: deque[QueuedFrame] = deque()
-        self._current: QueuedFrame | None = None
+        self._current: QueuedFrame | None = None  # the first one of its queue
+        self._due: deque[Callable[[], object]] = deque()
         self.closed = False
         sock.setblocking(False)
 
@@ -74,23 +94,23 @@ class FramedConnection:
             if self.closed:
                 return False
             was_waiting = self._waiting()
-            (self._urgent if outgoing.frame.kind in URGENT else self._queue).append(outgoing)
+            if outgoing.on_written is not None:
+                outgoing.callbacks.append(outgoing.on_written)
+            self._queue_of(outgoing).append(outgoing)
             if outgoing.relayed:
                 self.relayed_bytes += outgoing.frame.length + _FRAME_COST
             if was_waiting:
                 return True
-            written = self._write()
+            self._write()
             waiting = self._waiting()
-        for callback in written:
-            callback()
+        self._call_due()
         return waiting
 
     def flush(self) -> None:
         """Write as much as the socket takes. Connection errors show when reading."""
         with self._lock:
-            written = self._write()
-        for callback in written:
-            callback()
+            self._write()
+        self._call_due()
 
     @property
     def waiting(self) -> bool:
@@ -109,18 +129,17 @@ class FramedConnection:
         Returns whether the frame that completes the message, which has ``on_written``, was dropped.
         """
         with self._lock:
-            dropped = [outgoing for outgoing in self._queue if outgoing.owner is owner]
-            if dropped:
-                self._queue = deque(outgoing for outgoing in self._queue if outgoing.owner is not owner)
             current = self._current
             if current is not None and current.owner is owner:
                 if current.begun:
-                    current.on_written = None
+                    current.callbacks.clear()
                     current.views = [memoryview(bytes(view)) for view in current.views]
                 else:
-                    dropped.append(current)
-                    self._current = None
-            return any(outgoing.on_written is not None for outgoing in dropped)
+                    self._current = current = None
+            dropped = [outgoing for outgoing in self._queue if outgoing.owner is owner and outgoing is not current]
+            if dropped:
+                self._queue = deque(each for each in self._queue if each.owner is not owner or each is current)
+            return any(outgoing.callbacks for outgoing in dropped)
 
     def read_into(self, target: memoryview) -> int:
         """Read into ``target``; the number of bytes, or 0 if the peer has closed. BlockingIOError: none are there."""
@@ -157,44 +176,62 @@ class FramedConnection:
             self.sock.shutdown(socket.SHUT_WR)
 
     def _waiting(self) -> bool:
-        return self._current is not None or bool(self._urgent) or bool(self._queue)
+        return bool(self._urgent) or bool(self._queue)
 
-    def _write(self) -> list[Callable[[], object]]:
-        """Write until the socket is full; returns the callbacks to call after the lock, which is held, is released."""
-        written: list[Callable[[], object]] = []
+    def _queue_of(self, outgoing: QueuedFrame) -> deque[QueuedFrame]:
+        return self._urgent if outgoing.frame.kind in URGENT else self._queue
+
+    def _write(self) -> None:
+        """Write until the socket is full. The lock is held. See [Note: interrupted writes]."""
         try:
             while self._current is not None or self._take_next():
                 current = self._current
                 assert current is not None
-                _advance(current.views, self.sock.sendmsg(current.views))
-                if not current.begun:
-                    current.begun = True
-                    self._session.outgoing.advance()
-                if current.views:
-                    continue
-                if current.relayed:
-                    self.relayed_bytes -= current.frame.length + _FRAME_COST
-                if current.on_written is not None:
-                    written.append(current.on_written)
-                self._current = None
+                views = _rest(current.views, sum(current.counts))
+                if views:
+                    current.counts.extend(map(self.sock.sendmsg, (views,)))
+                else:
+                    self._finish(current)
         except BlockingIOError:
             pass
         except OSError:  # the reader sees the same and reports it
             self._forget_queued()
-        return written
 
     def _take_next(self) -> bool:
         queue = self._urgent or self._queue
         if not queue:
             return False
-        self._current = queue.popleft()
-        frame, payload = self._current.frame, self._current.payload
+        following = queue[0]
+        frame, payload = following.frame, following.payload
         header = frame.pack()
+        following.number = self._session.outgoing.sequence_number
         tag = self._session.outgoing.tag(header, payload if frame.is_covered else b"")
-        self._current.views = [memoryview(header + tag)]
+        following.views = [memoryview(header + tag)]
         if frame.length:
-            self._current.views.append(memoryview(payload))
+            following.views.append(memoryview(payload))
+        self._current = following
         return True
+
+    def _finish(self, current: QueuedFrame) -> None:
+        self._session.outgoing.advance(current.number)
+        if current.callbacks:
+            self._due.extend(map(list.pop, (current.callbacks,)))
+        if current.relayed:
+            current.relayed = False
+            self.relayed_bytes -= current.frame.length + _FRAME_COST
+        queue = self._queue_of(current)
+        if queue and queue[0] is current:
+            queue.popleft()
+        self._current = None
+
+    def _call_due(self) -> None:
+        """Call the callbacks of frames that have been written. The lock is not held."""
+        while self._due:
+            try:
+                callback = self._due.popleft()
+            except IndexError:  # another thread has called it
+                return
+            callback()
 
     def _forget_queued(self) -> None:
         self._queue.clear()
@@ -202,12 +239,16 @@ class FramedConnection:
         self._current = None
 
 
-def _advance(views: list[memoryview], count: int) -> None:
-    """Drop the first ``count`` bytes of ``views``."""
-    while views and count >= len(views[0]):
-        count -= len(views.pop(0))
-    if views:
-        views[0] = views[0][count:]
+def _rest(views: list[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of ``views`` without their first ``count`` bytes."""
+    if count == 0:
+        return views
+    rest = []
+    for view in views:
+        if count < len(view):
+            rest.append(view[count:])
+        count = max(0, count - len(view))
+    return rest
 
 
 # Keep-alive ends a connection to a host that has vanished without closing it: probes after 5 idle seconds, one a
