@@ -76,10 +76,14 @@ nb::object fast_path_of(nb::handle group) {
     return path.is_valid() && PyTuple_Check(path.ptr()) && PyTuple_GET_SIZE(path.ptr()) == 4 ? path : nb::object();
 }
 
-std::optional<OpenFastPath> find_fast_path(nb::handle group, nb::handle timeout) {
-    if (lookup == nullptr) return std::nullopt;
+bool runs_at_once() {
+    if (lookup == nullptr) return false;
     const nb::object collector = value_of(lookup->collector);
-    if (!collector.is_valid() || !collector.is_none()) return std::nullopt;
+    return collector.is_valid() && collector.is_none();
+}
+
+std::optional<OpenFastPath> find_fast_path(nb::handle group, nb::handle timeout) {
+    if (!runs_at_once()) return std::nullopt;
     const nb::object chosen = find_group(group);
     if (!chosen.is_valid()) return std::nullopt;
     nb::object path = fast_path_of(chosen);

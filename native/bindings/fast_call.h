@@ -73,6 +73,9 @@ nb::object find_group(nb::handle group);
 // The `FastPath` of backends/base.py of a group; null if it has none.
 nb::object fast_path_of(nb::handle group);
 
+// Whether the collectives of this context run when they are called, not at the end of a block of `coalesce`.
+bool runs_at_once();
+
 // The fast path of a group, or of the default group for None; nothing if the call is to take the general path.
 std::optional<OpenFastPath> find_fast_path(nb::handle group, nb::handle timeout = nb::none());
 

@@ -24,9 +24,12 @@ namespace {
 // The functions that Python calls. Each takes the arguments of its public namesake, all by position; tensor first, and
 // group, out and timeout last.
 
-PyObject* allreduce_on(const OpenFastPath& path, nb::handle tensor, nb::handle out, PyObject* const* rest) {
-    const nb::handle op = rest[0];
-    return run_fast(path, "allreduce", tensor, result_of(out, tensor, Shape::same), {{"op", op.ptr()}},
+PyObject* fast_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 5) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0], op = arguments[1], group = arguments[2], out = arguments[3];
+    const auto path = find_fast_path(group, arguments[4]);
+    if (!path) Py_RETURN_NONE;
+    return run_fast(*path, "allreduce", tensor, result_of(out, tensor, Shape::same), {{"op", op.ptr()}},
                     [&](nb::handle result, const auto& go) {
                         return run_allreduce_if_plain(view_pair(tensor, result), number_of(op), go);
                     });
@@ -60,47 +63,50 @@ PyObject* fast_reduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
                     });
 }
 
-PyObject* broadcast_on(const OpenFastPath& path, nb::handle tensor, nb::handle out, PyObject* const* rest) {
-    const nb::handle root = rest[0];
-    return run_fast(path, "broadcast", tensor, result_of(out, tensor, Shape::same), {{"root", root.ptr()}},
+PyObject* fast_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 5) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0], root = arguments[1], group = arguments[2], out = arguments[3];
+    const auto path = find_fast_path(group, arguments[4]);
+    if (!path) Py_RETURN_NONE;
+    return run_fast(*path, "broadcast", tensor, result_of(out, tensor, Shape::same), {{"root", root.ptr()}},
                     [&](nb::handle result, const auto& go) {
-                        return run_broadcast_if_plain(*path.communicator, view_pair(tensor, result), index_of(root),
+                        return run_broadcast_if_plain(*path->communicator, view_pair(tensor, result), index_of(root),
                                                       go);
                     });
 }
 
-PyObject* all_gather_on(const OpenFastPath& path, nb::handle tensor, nb::handle out, PyObject* const* rest) {
-    const nb::handle dim = rest[0];
-    if (index_of(dim) != 0) Py_RETURN_NONE;
-    return run_fast(path, "all_gather", tensor, result_of(out, tensor, Shape::joined, path.num_ranks()),
-                    {{"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
-                        return run_all_gather_if_plain(*path.communicator, tensor, result, go);
-                    });
-}
-
-PyObject* reduce_scatter_on(const OpenFastPath& path, nb::handle tensor, nb::handle out, PyObject* const* rest) {
-    const nb::handle op = rest[0], dim = rest[1];
-    if (index_of(dim) != 0) Py_RETURN_NONE;
-    return run_fast(path, "reduce_scatter", tensor, result_of(out, tensor, Shape::part, path.num_ranks()),
-                    {{"op", op.ptr()}, {"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
-                        return run_reduce_scatter_if_plain(*path.communicator, tensor, result, number_of(op), go);
-                    });
-}
-
-PyObject* all_to_all_on(const OpenFastPath& path, nb::handle tensor, nb::handle out, PyObject* const*) {
-    return run_fast(path, "all_to_all", tensor, result_of(out, tensor, Shape::same), {},
-                    [&](nb::handle result, const auto& go) {
-                        return run_all_to_all_if_plain(*path.communicator, tensor, result, go);
-                    });
-}
-
-// The function of a collective on a path, with so many arguments between the tensor and the group.
-template <FastCollective Run, Py_ssize_t num_rest>
-PyObject* fast_call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != num_rest + 4) Py_RETURN_NONE;
-    const auto path = find_fast_path(arguments[num_rest + 1], arguments[num_rest + 3]);
+PyObject* fast_all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 5) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0], dim = arguments[1], group = arguments[2], out = arguments[3];
+    const auto path = index_of(dim) == 0 ? find_fast_path(group, arguments[4]) : std::nullopt;
     if (!path) Py_RETURN_NONE;
-    return Run(*path, arguments[0], arguments[num_rest + 2], arguments + 1);
+    return run_fast(*path, "all_gather", tensor, result_of(out, tensor, Shape::joined, path->num_ranks()),
+                    {{"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
+                        return run_all_gather_if_plain(*path->communicator, tensor, result, go);
+                    });
+}
+
+PyObject* fast_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 6) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0], op = arguments[1], dim = arguments[2], group = arguments[3],
+                     out = arguments[4];
+    const auto path = index_of(dim) == 0 ? find_fast_path(group, arguments[5]) : std::nullopt;
+    if (!path) Py_RETURN_NONE;
+    return run_fast(*path, "reduce_scatter", tensor, result_of(out, tensor, Shape::part, path->num_ranks()),
+                    {{"op", op.ptr()}, {"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
+                        return run_reduce_scatter_if_plain(*path->communicator, tensor, result, number_of(op), go);
+                    });
+}
+
+PyObject* fast_all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 4) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0], group = arguments[1], out = arguments[2];
+    const auto path = find_fast_path(group, arguments[3]);
+    if (!path) Py_RETURN_NONE;
+    return run_fast(*path, "all_to_all", tensor, result_of(out, tensor, Shape::same), {},
+                    [&](nb::handle result, const auto& go) {
+                        return run_all_to_all_if_plain(*path->communicator, tensor, result, go);
+                    });
 }
 
 PyObject* fast_all_to_all_single_uneven(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -184,13 +190,13 @@ PyObject* fast_barrier(PyObject*, PyObject* group) {
 }
 
 PyMethodDef fast_functions[] = {
-    fast_method<fast_call<allreduce_on, 1>>("fast_allreduce"),
+    fast_method<fast_allreduce>("fast_allreduce"),
     fast_method<fast_allreduce_add>("fast_allreduce_add"),
     fast_method<fast_reduce>("fast_reduce"),
-    fast_method<fast_call<broadcast_on, 1>>("fast_broadcast"),
-    fast_method<fast_call<all_gather_on, 1>>("fast_all_gather"),
-    fast_method<fast_call<reduce_scatter_on, 2>>("fast_reduce_scatter"),
-    fast_method<fast_call<all_to_all_on, 0>>("fast_all_to_all"),
+    fast_method<fast_broadcast>("fast_broadcast"),
+    fast_method<fast_all_gather>("fast_all_gather"),
+    fast_method<fast_reduce_scatter>("fast_reduce_scatter"),
+    fast_method<fast_all_to_all>("fast_all_to_all"),
     fast_method<fast_all_to_all_list>("fast_all_to_all_list"),
     fast_method<fast_all_to_all_single_uneven>("fast_all_to_all_single_uneven"),
     {"fast_barrier", fast_barrier, METH_O, nullptr},
@@ -207,17 +213,6 @@ std::unique_ptr<Started> start(Communicator& self, nb::handle tensor, nb::handle
 }
 
 }  // namespace
-
-FastCollective find_fast_collective(std::string_view name) {
-    constexpr std::pair<std::string_view, FastCollective> collectives[] = {{"allreduce", allreduce_on},
-                                                                           {"broadcast", broadcast_on},
-                                                                           {"all_gather", all_gather_on},
-                                                                           {"reduce_scatter", reduce_scatter_on},
-                                                                           {"all_to_all", all_to_all_on}};
-    for (const auto& [known, run] : collectives)
-        if (known == name) return run;
-    return nullptr;
-}
 
 void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
     for (PyMethodDef* functions : {fast_functions, sized_functions, data_functions})

@@ -4,18 +4,9 @@
 
 #include <nanobind/nanobind.h>
 
-#include <string_view>
-
-#include "bindings/fast_call.h"
 #include "engine/communicator.h"
 
 namespace ferrodist {
-
-// Runs a collective on a path: tensor, out or None, and the other arguments. Returns None if it is not plain.
-using FastCollective = PyObject* (*)(const OpenFastPath&, nanobind::handle, nanobind::handle, PyObject* const*);
-
-// The collective of a name that takes one tensor and gives one; null if there is none.
-FastCollective find_fast_collective(std::string_view name);
 
 void bind_fast_path(nanobind::module_& m, nanobind::class_<Communicator>& communicator);
 

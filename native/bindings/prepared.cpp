@@ -2,12 +2,15 @@
 
 #include <nanobind/stl/string.h>
 
+#include <array>
+#include <functional>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "bindings/fast_call.h"
-#include "bindings/fast_path.h"
+#include "bindings/plain_calls.h"
 
 namespace ferrodist {
 
@@ -18,33 +21,114 @@ namespace {
 PyObject* profiling_names = nullptr;  // dict of torch.autograd.profiler
 PyObject* is_profiling = nullptr;     // name of the flag that is True while torch's profiler records
 
-// The base of the public class.
-struct Prepared {
-    FastCollective run;
-    nb::object tensor, out;
-    nb::tuple rest;  // the arguments between the tensor and the group
-    nb::object group, timeout;
-    nb::object general;  // makes a call on the general path, and returns its result
+// What the engine runs for two tensors, and what they were like then.
+struct Plan {
+    OpenFastPath path;
+    TensorSnapshot source, out;
+    std::size_t size = 0;  // bytes
+    std::function<void(Context&, const Deadline&)> collective;
+};
 
+struct Kind {
+    const char* name;
+    std::array<const char*, 2> facts;  // names of the arguments between the tensor and the group, for the error
+};
+constexpr Kind kinds[] = {{"allreduce", {"op"}},
+                          {"broadcast", {"root"}},
+                          {"all_gather", {"dim"}},
+                          {"reduce_scatter", {"op", "dim"}},
+                          {"all_to_all", {}}};
+
+const Kind& kind_of(const std::string& name) {
+    for (const Kind& kind : kinds)
+        if (name == kind.name) return kind;
+    throw std::invalid_argument("no collective that can be prepared is called " + name);
+}
+
+// A collective and its arguments; the base of the public class.
+class Prepared {
+public:
     Prepared(const std::string& name, nb::object tensor, nb::tuple rest, nb::object group, nb::object out,
              nb::object timeout, nb::object general)
-        : run(find_fast_collective(name)),
-          tensor(std::move(tensor)),
-          out(std::move(out)),
-          rest(std::move(rest)),
-          group(std::move(group)),
-          timeout(std::move(timeout)),
-          general(std::move(general)) {
-        if (run == nullptr) throw std::invalid_argument("no fast collective is called " + name);
+        : kind_(kind_of(name)),
+          tensor_(std::move(tensor)),
+          out_(std::move(out)),
+          written_(nb::make_tuple(out_)),
+          rest_(std::move(rest)),
+          group_(std::move(group)),
+          timeout_(std::move(timeout)),
+          general_(std::move(general)) {}
+
+    [[nodiscard]] const nb::object& out() const { return out_; }
+
+    // Returns the result, or null with a Python error set. The caller keeps this object alive, whose members only `clear`
+    // changes; the plan may be another thread's by then.
+    PyObject* run() {
+        const bool is_recorded = PyDict_GetItemWithError(profiling_names, is_profiling) != Py_False;
+        const auto plan = is_recorded ? nullptr : find_plan();
+        if (!plan) return PyObject_CallNoArgs(general_.ptr());
+        try {
+            ferrodist::run(plan->path, plan->size, plan->collective);
+        } catch (...) {
+            nb::dict facts;
+            for (std::size_t i = 0; i < nb::len(rest_); ++i) facts[kind_.facts[i]] = rest_[i];
+            raise_for(plan->path, kind_.name, tensor_, out_, facts);
+            return nullptr;
+        }
+        return mark_written(out_.ptr(), written_.ptr()) ? nb::object(out_).release().ptr() : nullptr;
     }
 
-    // The result of the fast path, None if the call is to take the general one, or null with a Python error set.
-    [[nodiscard]] PyObject* run_fast() const {
-        if (PyDict_GetItemWithError(profiling_names, is_profiling) != Py_False) Py_RETURN_NONE;
-        const auto path = find_fast_path(group, timeout);
-        if (!path) Py_RETURN_NONE;
-        return run(*path, tensor, out, &PyTuple_GET_ITEM(rest.ptr(), 0));
+    int traverse(visitproc visit, void* arg) const {
+        for (const nb::object* each : {&tensor_, &out_, &written_, &group_, &timeout_, &general_})
+            Py_VISIT(each->ptr());
+        Py_VISIT(rest_.ptr());
+        return 0;
     }
+    void clear() {
+        for (nb::object* each : {&tensor_, &out_, &written_, &group_, &timeout_, &general_}) *each = nb::none();
+    }
+
+private:
+    // The plan of the last call if it still holds, else a new one; null if the call is to take the general path.
+    std::shared_ptr<const Plan> find_plan() {
+        if (plan_ && fast_path_of(group_).is(plan_->path.guard) && runs_at_once() && is_plain_here() &&
+            plan_->source.is_of(tensor_.ptr()) && plan_->out.is_of(out_.ptr()))
+            return plan_;
+        plan_ = nullptr;
+        const auto path = find_fast_path(group_, timeout_);
+        if (!path) return nullptr;
+        auto source = TensorSnapshot::of(tensor_.ptr()), out = TensorSnapshot::of(out_.ptr());
+        if (!source || !out) return nullptr;
+        auto plan = std::make_shared<Plan>(*path, std::move(*source), std::move(*out));
+        if (!make_collective(*path->communicator, *plan)) return nullptr;
+        return plan_ = std::move(plan);
+    }
+
+    // False if the tensors or the other arguments are not plain.
+    [[nodiscard]] bool make_collective(const Communicator& communicator, Plan& plan) const {
+        const auto keep = [&](std::size_t size, auto collective) {
+            plan.size = size;
+            plan.collective = std::move(collective);
+        };
+        const auto first = [&] { return nb::handle(rest_[0]); };
+        if (&kind_ == &kinds[0]) return run_allreduce_if_plain(view_pair(tensor_, out_), number_of(first()), keep);
+        if (&kind_ == &kinds[1])
+            return run_broadcast_if_plain(communicator, view_pair(tensor_, out_), index_of(first()), keep);
+        if (&kind_ == &kinds[2])
+            return index_of(first()) == 0 && run_all_gather_if_plain(communicator, tensor_, out_, keep);
+        if (&kind_ == &kinds[3])
+            return index_of(rest_[1]) == 0 &&
+                   run_reduce_scatter_if_plain(communicator, tensor_, out_, number_of(first()), keep);
+        return run_all_to_all_if_plain(communicator, tensor_, out_, keep);
+    }
+
+    const Kind& kind_;
+    nb::object tensor_, out_;
+    nb::object written_;  // a tuple of `out_`
+    nb::tuple rest_;      // the arguments between the tensor and the group
+    nb::object group_, timeout_;
+    nb::object general_;  // makes a call on the general path, and returns its result
+    std::shared_ptr<const Plan> plan_;
 };
 
 PyObject* call(PyObject* self, PyObject* arguments, PyObject* named) {
@@ -54,12 +138,7 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* named) {
         return nullptr;
     }
     try {
-        const Prepared& prepared = *nb::inst_ptr<Prepared>(self);
-        const nb::object kept_alive = nb::borrow(self);
-        PyObject* result = prepared.run_fast();
-        if (result != Py_None) return result;
-        Py_DECREF(result);
-        return PyObject_CallNoArgs(prepared.general.ptr());
+        return nb::inst_ptr<Prepared>(self)->run();
     } catch (nb::python_error& error) {
         error.restore();
     } catch (const std::exception& error) {
@@ -70,19 +149,11 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* named) {
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
-    if (!nb::inst_ready(self)) return 0;
-    const Prepared& prepared = *nb::inst_ptr<Prepared>(self);
-    for (const nb::object* each :
-         {&prepared.tensor, &prepared.out, &prepared.group, &prepared.timeout, &prepared.general})
-        Py_VISIT(each->ptr());
-    Py_VISIT(prepared.rest.ptr());
-    return 0;
+    return nb::inst_ready(self) ? nb::inst_ptr<Prepared>(self)->traverse(visit, arg) : 0;
 }
 
 int clear(PyObject* self) {
-    Prepared& prepared = *nb::inst_ptr<Prepared>(self);
-    for (nb::object* each : {&prepared.tensor, &prepared.out, &prepared.group, &prepared.timeout, &prepared.general})
-        *each = nb::none();
+    nb::inst_ptr<Prepared>(self)->clear();
     return 0;
 }
 
@@ -98,7 +169,7 @@ void bind_prepared(nb::module_& m) {
     nb::class_<Prepared>(m, "Prepared", nb::type_slots(prepared_slots), "A collective and its arguments.")
         .def(nb::init<const std::string&, nb::object, nb::tuple, nb::object, nb::object, nb::object, nb::object>(),
              "name"_a, "tensor"_a, "rest"_a, "group"_a, "out"_a, "timeout"_a.none(), "general"_a)
-        .def_prop_ro("result", [](const Prepared& self) { return self.out; }, "The tensor that each call returns.");
+        .def_prop_ro("result", &Prepared::out, "The tensor that each call returns.");
     m.def(
         "load_prepared", [](nb::dict names) { profiling_names = names.release().ptr(); }, "profiler"_a,
         "Set where prepared collectives find whether torch's profiler records.");

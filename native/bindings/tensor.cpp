@@ -1,5 +1,7 @@
 #include "bindings/tensor.h"
 
+#include <bit>
+
 namespace ferrodist {
 
 namespace {
@@ -216,6 +218,40 @@ std::optional<std::pair<TensorView, TensorView>> view_tensors(PyObject* tensor, 
     return second ? std::optional(std::pair(*first, *second)) : std::nullopt;
 }
 
+std::optional<TensorSnapshot> TensorSnapshot::of(PyObject* object) {
+    Tensor tensor{};
+    if (!view_tensor(object) || interface->tensor_from_object(object, &tensor) != 0) {
+        PyErr_Clear();
+        return std::nullopt;
+    }
+    TensorSnapshot snapshot;
+    snapshot.data_ = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+    snapshot.type_ = std::bit_cast<std::uint32_t>(tensor.dtype);
+    snapshot.sizes_.assign(tensor.shape, tensor.shape + tensor.num_dims);
+    if (tensor.strides != nullptr)
+        snapshot.sizes_.insert(snapshot.sizes_.end(), tensor.strides, tensor.strides + tensor.num_dims);
+    return snapshot;
+}
+
+bool TensorSnapshot::is_of(PyObject* object) const {
+    if (needs_grad(object)) return false;
+    Tensor tensor{};
+    if (interface->tensor_from_object(object, &tensor) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    const auto num_dims = static_cast<std::size_t>(tensor.num_dims);
+    if (static_cast<std::byte*>(tensor.data) + tensor.byte_offset != data_ || tensor.device_type != cpu ||
+        std::bit_cast<std::uint32_t>(tensor.dtype) != type_ ||
+        sizes_.size() != (tensor.strides == nullptr ? num_dims : 2 * num_dims))
+        return false;
+    for (std::size_t dim = 0; dim < num_dims; ++dim) {  // a loop, for there are few: `std::equal` would call memcmp
+        if (tensor.shape[dim] != sizes_[dim]) return false;
+        if (tensor.strides != nullptr && tensor.strides[dim] != sizes_[num_dims + dim]) return false;
+    }
+    return true;
+}
+
 PyObject* alias_of(PyObject* tensor) {
     static PyObject* const name = PyUnicode_InternFromString("data");
     return PyObject_GetAttr(tensor, name);
@@ -224,8 +260,13 @@ PyObject* alias_of(PyObject* tensor) {
 bool mark_written(PyObject* tensor) {
     PyObject* tensors = PyTuple_Pack(1, tensor);
     if (tensors == nullptr) return false;
-    PyObject* result = PyObject_CallOneArg(increment_version, tensors);
+    const bool is_marked = mark_written(tensor, tensors);
     Py_DECREF(tensors);
+    return is_marked;
+}
+
+bool mark_written(PyObject* tensor, PyObject* in_tuple) {
+    PyObject* result = PyObject_CallOneArg(increment_version, in_tuple);
     if (result != nullptr) {
         Py_DECREF(result);
         return true;

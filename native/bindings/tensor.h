@@ -10,6 +10,7 @@
 #include <optional>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "kernels/element.h"
 
@@ -39,11 +40,28 @@ std::optional<TensorView> view_data(PyObject* tensor);
 // The views of the two tensors of a call, which may be the same one.
 std::optional<std::pair<TensorView, TensorView>> view_tensors(PyObject* tensor, PyObject* other);
 
+// What a plain tensor was like once, to find out whether it still is, in less time than a view of it takes.
+class TensorSnapshot {
+public:
+    // Nothing if `view_tensor` gives none.
+    static std::optional<TensorSnapshot> of(PyObject* tensor);
+    // Whether the tensor, which is the same object, has the same memory, sizes and strides, and requires no grad. Where
+    // tensors may be plain (`is_plain_here`).
+    [[nodiscard]] bool is_of(PyObject* tensor) const;
+
+private:
+    const std::byte* data_ = nullptr;
+    std::uint32_t type_ = 0;           // DLPack's
+    std::vector<std::int64_t> sizes_;  // and strides
+};
+
 // `tensor.data`, which holds the memory also when `tensor` is given another one; null with a Python error set.
 PyObject* alias_of(PyObject* tensor);
 
 // Bumps a tensor's version, so that autograd notices the write if it has saved the tensor for a backward. False with a
 // Python error set.
 bool mark_written(PyObject* tensor);
+// The same, given the tensor in a tuple of its own, too.
+bool mark_written(PyObject* tensor, PyObject* in_tuple);
 
 }  // namespace ferrodist
