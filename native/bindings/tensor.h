@@ -46,7 +46,8 @@ public:
     // Nothing if `view_tensor` gives none.
     static std::optional<TensorSnapshot> of(PyObject* tensor);
     // Whether the tensor, which is the same object, has the same memory, sizes and strides, and requires no grad. Where
-    // tensors may be plain (`is_plain_here`).
+    // tensors may be plain (`is_plain_here`). A lazily negated view of the same memory, which only a private function of
+    // torch's makes, is not noticed if it is given to the tensor as its `data`.
     [[nodiscard]] bool is_of(PyObject* tensor) const;
 
 private:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -71,6 +75,7 @@ def test_tensors_that_change_after_the_preparation(backend):
     def program(group):
         mine = torch.ones(4)
         call = fd.prepare_allreduce(mine)
+        assert call().tolist() == [2] * 4
         mine.data = torch.full((4,), 5.0)
         assert call().tolist() == [10] * 4
         mine.data = torch.ones(1000)
@@ -83,9 +88,77 @@ def test_tensors_that_change_after_the_preparation(backend):
             call()
         with torch.no_grad():
             assert call().tolist() == [4] * 4
+        mine.requires_grad_(requires_grad=False)
+        mine.resize_(2)
+        with pytest.raises(ValueError, match="out has shape"):
+            call()
+        mine.data = torch.full((4,), 3)
+        with pytest.raises(TypeError, match="out"):
+            call()
+        square = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        call, result = fd.prepare_allreduce(square), call.result
+        assert call().tolist() == [[2, 4], [6, 8]]
+        square.t_()  # with the same memory
+        assert call().tolist() == [[2, 6], [4, 8]]
+        call.result.t_()
+        assert call().tolist() == [[2, 6], [4, 8]]
+        assert result.tolist() == [4] * 4
         del group
 
     run_ranks(program, 2, backend=backend)
+
+
+def test_a_result_that_a_backward_needs_has_been_written():
+    """As after the function."""
+
+    def program(group):
+        call = fd.prepare_allreduce(torch.ones(2))
+        for _ in range(2):
+            weight = torch.ones(2, requires_grad=True)
+            product = weight * call()
+            call()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.sum().backward()
+        del group
+
+    run_ranks(program, 2, backend="native-threads")
+
+
+def test_threads_share_a_prepared_call():
+    """Their calls follow each other."""
+
+    def program(group):
+        mine = torch.ones(2)
+        call = fd.prepare_allreduce(mine, group=group)
+        threads = [threading.Thread(target=lambda: [call() for _ in range(200)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert call().tolist() == [2, 2]
+
+    run_ranks(program, 2, backend="native")
+
+
+def test_calls_leave_nothing_behind():
+    """A call that is part of a cycle is collected."""
+
+    class Holder:
+        pass
+
+    def program(group):
+        del group
+        holder = Holder()
+        holder.tensor = torch.ones(2)
+        holder.tensor.holder = holder
+        holder.call = fd.prepare_allreduce(holder.tensor)
+        holder.call()
+        gone = weakref.ref(holder)
+        del holder
+        gc.collect()
+        assert gone() is None
+
+    run_ranks(program, 2, backend="native")
 
 
 def test_tensors_live_as_long_as_the_call():
@@ -111,6 +184,7 @@ def test_tensors_live_as_long_as_the_call():
         (lambda: fd.prepare_all_gather(torch.ones(2), 3), IndexError),
         (lambda: fd.prepare_reduce_scatter(torch.ones(2), dim=1), IndexError),
         (lambda: fd.prepare_all_to_all(torch.ones(3)), ValueError),
+        (lambda: fd.prepare_allreduce(torch.ones(2))(torch.ones(2)), TypeError),
         (lambda: fd.prepare_all_to_all([torch.ones(3), torch.ones(3)]), TypeError),
     ],
 )
