@@ -76,6 +76,9 @@ class PreparedCollective(_Base):  # type: ignore[misc]  # known at run time only
 
     __slots__ = ()
 
+    def __init__(self, name: str, arguments: tuple[Any, ...], general: Callable[[], torch.Tensor]) -> None:
+        super().__init__(name, *arguments, general)
+
     if TYPE_CHECKING:
 
         @property
@@ -177,4 +180,4 @@ def _prepare(  # noqa: PLR0917 - the arguments of the functions above
     made: torch.Tensor = make_call(*arguments, chosen, None, timeout).finish() if out is None else out
     make_call(*arguments, chosen, made, timeout)
     run = partial(general, *arguments, group=chosen, out=made, timeout=timeout)
-    return PreparedCollective(name, arguments[0], arguments[1:], chosen, made, timeout, run)
+    return PreparedCollective(name, (arguments[0], arguments[1:], chosen, made, timeout), run)
