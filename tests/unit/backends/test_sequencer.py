@@ -31,6 +31,65 @@ def test_turns_are_taken_in_order():
     assert order == tickets
 
 
+def test_an_idle_sequencer_starts_at_once():
+    """While a number is outstanding nobody starts at once, and whoever waits goes on when it is released."""
+    sequencer = Sequencer(lambda: False)
+    first = sequencer.start_if_idle()
+    assert first is not None
+    assert sequencer.start_if_idle() is None, "one is held"
+    with sequencer.hold(first, 30) as again:
+        assert again, "a turn that a thread has is its own"
+    second = sequencer.reserve()
+    order = []
+
+    def take():
+        with sequencer.hold(second, 30) as has_turn:
+            assert has_turn
+            order.append("second")
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join(0.1)
+    order.append("first")
+    sequencer.end(first)
+    thread.join(30)
+    assert order == ["first", "second"]
+    reserved = sequencer.reserve()
+    assert sequencer.start_if_idle() is None, "one is reserved"
+    with sequencer.releasing(reserved):
+        pass
+    assert sequencer.start_if_idle() == reserved + 1
+
+
+def test_threads_take_turns_in_both_ways():
+    """Each number is issued once, and one thread runs at a time."""
+    sequencer = Sequencer(lambda: False)
+    seen, running = [], []
+
+    def take():
+        for _ in range(300):
+            sequence = sequencer.start_if_idle()
+            if sequence is not None:
+                running.append(sequence)
+                assert len(running) == 1
+                seen.append(running.pop())
+                sequencer.end(sequence)
+                continue
+            sequence = sequencer.reserve()
+            with sequencer.hold(sequence, 30) as has_turn:
+                assert has_turn
+                running.append(sequence)
+                assert len(running) == 1
+                seen.append(running.pop())
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == list(range(1200))
+
+
 def test_a_turn_may_not_come():
     """Waiting for a turn ends with the deadline, and with the group."""
     with Sequencer(lambda: False).hold(1, 0.01) as has_turn:
