@@ -5,6 +5,7 @@
 #include <array>
 #include <functional>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -137,10 +138,16 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* named) {
                         "a prepared collective takes no arguments: prepare another one for another tensor");
         return nullptr;
     }
+    if (!nb::inst_ready(self)) {
+        PyErr_SetString(PyExc_TypeError, "this prepared collective has not been initialized: `prepare_...` makes them");
+        return nullptr;
+    }
     try {
         return nb::inst_ptr<Prepared>(self)->run();
     } catch (nb::python_error& error) {
         error.restore();
+    } catch (const std::bad_alloc&) {
+        PyErr_NoMemory();
     } catch (const std::exception& error) {
         PyErr_SetString(PyExc_RuntimeError, error.what());
     }
@@ -153,7 +160,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 }
 
 int clear(PyObject* self) {
-    nb::inst_ptr<Prepared>(self)->clear();
+    if (nb::inst_ready(self)) nb::inst_ptr<Prepared>(self)->clear();
     return 0;
 }
 

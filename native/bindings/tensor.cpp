@@ -230,11 +230,18 @@ std::optional<TensorSnapshot> TensorSnapshot::of(PyObject* object) {
     snapshot.sizes_.assign(tensor.shape, tensor.shape + tensor.num_dims);
     if (tensor.strides != nullptr)
         snapshot.sizes_.insert(snapshot.sizes_.end(), tensor.strides, tensor.strides + tensor.num_dims);
+    std::int64_t count = 1;
+    for (std::int32_t dim = tensor.num_dims - 1; dim >= 0; --dim) {
+        if (tensor.strides != nullptr && tensor.strides[dim] != count) snapshot.may_be_negated_ = true;
+        count *= tensor.shape[dim];
+    }
+    snapshot.may_be_negated_ = snapshot.may_be_negated_ || count < 2;
     return snapshot;
 }
 
 bool TensorSnapshot::is_of(PyObject* object) const {
-    if (needs_grad(object)) return false;
+    if (!has_known_type(object) || needs_grad(object)) return false;
+    if (may_be_negated_ && is_true(is_neg(object, nullptr))) return false;
     Tensor tensor{};
     if (interface->tensor_from_object(object, &tensor) != 0) {
         PyErr_Clear();

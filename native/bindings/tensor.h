@@ -46,14 +46,16 @@ public:
     // Nothing if `view_tensor` gives none.
     static std::optional<TensorSnapshot> of(PyObject* tensor);
     // Whether the tensor, which is the same object, has the same memory, sizes and strides, and requires no grad. Where
-    // tensors may be plain (`is_plain_here`). A lazily negated view of the same memory, which only a private function of
-    // torch's makes, is not noticed if it is given to the tensor as its `data`.
+    // tensors may be plain (`is_plain_here`).
     [[nodiscard]] bool is_of(PyObject* tensor) const;
 
 private:
     const std::byte* data_ = nullptr;
     std::uint32_t type_ = 0;           // DLPack's
     std::vector<std::int64_t> sizes_;  // and strides
+    // Whether memory like this can be lazily negated: the imaginary part of a conjugate has gaps, unless it has just one
+    // element.
+    bool may_be_negated_ = false;
 };
 
 // `tensor.data`, which holds the memory also when `tensor` is given another one; null with a Python error set.

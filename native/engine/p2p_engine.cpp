@@ -22,7 +22,7 @@ P2PEngine::Guard::~Guard() {
     engine_.num_ended_seen_ = num_ended;
     const bool is_reading = engine_.admission_.num_in_place != 0;  // and somebody has to go on
     lock_.unlock();
-    if (is_reading && !is_waiting_ && engine_.num_waiters_.load() == 0) engine_.wake_progress_thread();
+    if (is_reading && !will_wait_ && engine_.num_waiters_.load() == 0) engine_.wake_progress_thread();
     if ((has_ended || is_reading) && engine_.num_asleep_.load() > (is_asleep_ ? 1 : 0))
         engine_.doorbell_.wake(shm::waiter);
     if (dispatches_) engine_.dispatch_events();
@@ -104,7 +104,10 @@ bool P2PEngine::start_if_open(Receive& receive, bool may_wait) {
     note_move();
     admission_.mailbox.post(receive);
     if (receive.outcome == Outcome::under_way) poll(&receive);
-    if (may_wait && receive.outcome == Outcome::under_way) guard.set_waiting();
+    if (receive.outcome != Outcome::under_way)
+        arm_for_started();  // for the answer to the sender, if there was no space for it
+    else if (may_wait)
+        guard.set_will_wait();
     return true;
 }
 
@@ -136,13 +139,16 @@ bool P2PEngine::cancel(Send& send, Outcome outcome, std::size_t reason) {
     Peer& peer = *peer_of(send.peer);
     const bool is_cancelled = peer.cancel(send, outcome, reason);
     note_work(peer);
+    arm_for_started();
     return is_cancelled;
 }
 
 bool P2PEngine::cancel(Receive& receive) {
     if (is_abandoned_.load()) return false;
     const Guard guard(*this);
-    return admission_.mailbox.cancel(receive, Outcome::cancelled);
+    const bool is_cancelled = admission_.mailbox.cancel(receive, Outcome::cancelled);
+    arm_for_started();
+    return is_cancelled;
 }
 
 bool P2PEngine::end_unmatched(Receive& receive, std::size_t reason) {
@@ -168,6 +174,7 @@ void P2PEngine::send_now(Send& send) {
     Peer& peer = *peer_of(send.peer);
     peer.send_now(send);
     note_work(peer);
+    arm_for_started();
 }
 
 std::vector<TransferKey> P2PEngine::active_transfers() {
@@ -191,6 +198,7 @@ void P2PEngine::fail(const TransferKey& key, std::size_t reason) {
         peer.for_each_send([&](Send& send) {
             if (send.tag.group == key.group) peer.cancel(send, Outcome::ended, reason);
         });
+        arm_for_started();
         return;
     }
     admission_.mailbox.for_each_receive([&](Receive& receive) {
@@ -283,7 +291,7 @@ void P2PEngine::close() {
         admission_.close();
         for (tcp::TcpChannel* tcp_channel : tcp_channels_) (void)tcp_channel->leave();
     }
-    doorbell_.wake(shm::progress_thread | shm::space_maker | shm::waiter);
+    doorbell_.wake(shm::progress_thread | shm::on_full_ring | shm::waiter);
     if (poller_) poller_->stop();
     for (auto* thread : {&progress_thread_, &poll_thread_}) {
         if (!*thread) continue;

@@ -8,7 +8,8 @@
 // message would cost more than the messages: so while there is traffic the progress thread does not set its
 // `Doorbell::asleep` bit, but polls once a millisecond; after a millisecond without traffic it sets the bit and sleeps
 // until the doorbell rings. It sets the bit at once if a transfer has been started but no thread waits. A rank that
-// has started nothing reads messages when it asks for them: the doorbell then rings only for a ring without space. While
+// has started nothing reads messages of its host when it asks for them: the doorbell then rings only for a ring without
+// space. Connections between hosts wake the poll thread as ever. While
 // a thread waits, the progress thread does not even take the lock: it would copy on the processor that the waiting
 // thread needs. Exchanges of 2 MiB, a few after each silence, took 930 us before these two rules.
 //
@@ -181,14 +182,14 @@ private:
         // Marks this thread as counted among the sleepers, so it need not be woken.
         void set_asleep() noexcept { is_asleep_ = true; }
         // Marks this thread as about to wait for a transfer that is under way, so that it goes on reading by itself.
-        void set_waiting() noexcept { is_waiting_ = true; }
+        void set_will_wait() noexcept { will_wait_ = true; }
 
     private:
         P2PEngine& engine_;
         std::unique_lock<std::mutex> lock_;
         bool dispatches_;
         bool is_asleep_ = false;
-        bool is_waiting_ = false;
+        bool will_wait_ = false;
     };
 
     // Counts a waiting thread; the last one hands over to the progress thread.

@@ -25,7 +25,7 @@ constexpr int ring_polls_per_connection_poll = 8;
 constexpr int polls_before_migration = 16;
 
 // What the doorbell wakes the progress thread for.
-constexpr std::uint32_t progress_bits = shm::progress_thread | shm::space_maker;
+constexpr std::uint32_t progress_bits = shm::progress_thread | shm::on_full_ring;
 
 }  // namespace
 
@@ -143,22 +143,22 @@ bool P2PEngine::has_incoming() const noexcept {
 void P2PEngine::arm_progress_thread() {
     if (peers_.empty()) return;
     // If it is armed nothing has arrived since; but a message may be half read.
-    if ((doorbell_.asleep.load() & shm::progress_thread) != 0 && !has_work_.load()) return;
+    if ((doorbell_.asleep.load() & shm::progress_thread) != 0 && !has_work_.load() && !has_events_.load()) return;
     const Guard guard(*this);
-    if ((doorbell_.asleep.load() & progress_bits) == shm::space_maker) return arm_for_started();
-    arm();
-    poll(nullptr);
+    const bool waits_for_full_ring = (doorbell_.asleep.load() & progress_bits) == shm::on_full_ring;
+    arm();  // also where it is armed for rings: a waiter disarms connections
+    if (!waits_for_full_ring || has_started()) poll(nullptr);
 }
 
 void P2PEngine::arm() {
-    doorbell_.asleep.fetch_or(has_started() ? shm::progress_thread : shm::space_maker);
+    doorbell_.asleep.fetch_or(has_started() ? shm::progress_thread : shm::on_full_ring);
     if (poller_ && !is_closed_) poller_->arm();
 }
 
-// Arms the progress thread for a transfer that has been started, if so far it sleeps until a ring is full. If it is awake
-// it finds the transfer, and if threads wait the last of them arms it.
+// Arms the progress thread for a transfer that goes on, or for something that is still to be written, if it sleeps until
+// a ring is full. If it is awake it finds them by itself.
 void P2PEngine::arm_for_started() {
-    if ((doorbell_.asleep.load() & progress_bits) != shm::space_maker || !has_started()) return;
+    if ((doorbell_.asleep.load() & progress_bits) != shm::on_full_ring || !has_started()) return;
     arm();
     poll(nullptr);
 }
@@ -240,7 +240,7 @@ void P2PEngine::report_losses() {
     has_unexplained_.store(!unexplained_.empty());
 }
 
-// Whether there are active transfers that a thread may wait for elsewhere.
+// Whether there are active transfers, or frames to be written.
 bool P2PEngine::has_started() const {
     return admission_.mailbox.has_receives() ||
            std::ranges::any_of(peers_, [](const auto& peer) { return peer->has_sends(); });

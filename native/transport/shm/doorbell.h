@@ -19,7 +19,7 @@ namespace ferrodist::shm {
 // Kinds of sleepers: bits of `Doorbell::asleep`.
 inline constexpr std::uint32_t waiter = 1;           // threads that wait for a transfer
 inline constexpr std::uint32_t progress_thread = 2;  // the thread that moves messages when no thread waits
-inline constexpr std::uint32_t space_maker = 4;      // the same thread while it need only empty rings that are full
+inline constexpr std::uint32_t on_full_ring = 4;     // the same thread while it need only empty rings that are full
 
 struct alignas(line_bytes) Doorbell {
     std::atomic<std::uint32_t> word;
@@ -29,7 +29,7 @@ struct alignas(line_bytes) Doorbell {
     // Wake the sleepers that have set their bit, after a write and after a write that has found no space; see
     // [Note: asleep].
     void ring() { ring(waiter | progress_thread); }
-    void ring_for_space() { ring(space_maker); }
+    void ring_for_space() { ring(on_full_ring); }
 
     // Wakes the sleepers of `bits`, whether their bit is set or not.
     void wake(std::uint32_t bits);

@@ -233,7 +233,14 @@ class TcpBackend(FramedBackend):
     def _push(self, outgoing: QueuedFrame, source_link: FramedConnection | None = None) -> None:
         """Write or queue a frame for its destination; drop it if there is no connection."""
         link = self._link_to(outgoing.frame.destination)
-        if link is not None and link.push(outgoing):
+        if link is None:
+            return
+        try:
+            has_more = link.push(outgoing)
+        except BaseException:  # of a signal handler: the frame may be half written
+            self._loop.wake_for(link)
+            raise
+        if has_more:
             if source_link is not None and link.relayed_bytes > BLOCK_BYTES:
                 source_link.blocked_by = link
             self._loop.wake_for(link)

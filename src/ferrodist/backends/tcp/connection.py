@@ -8,8 +8,8 @@ would end the connection, and with it the group. So whoever writes next finds ou
 - A frame stays in its queue until it has been written and finished, and each step of finishing it can be done again.
 - The numbers of bytes that the kernel has taken are appended to the frame's list by the same call that writes them, in
   C (`list.extend` of a `map`), where no handler runs in between.
-- Callbacks move to `_due` in the same way; any thread calls them, at most once. One that is interrupted itself, as a
-  rule that of the call which the handler ends, is not called again.
+- Callbacks move to `_due` in the same way; any thread calls them, at most once. A callback that is interrupted, or is
+  about to be called then, is lost: mostly its send is the one whose call the handler ends.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _READ_AHEAD = 64 * 1024
+_MOST_COUNTS = 32  # of a frame: then they are added up
 _FRAME_COST = 512  # bytes that a waiting frame counts for beside its payload, so that empty ones are bounded, too
 _DIRECT_READ = 16 * 1024  # reads of at least so many bytes bypass the read-ahead buffer
 
@@ -132,8 +133,8 @@ class FramedConnection:
             current = self._current
             if current is not None and current.owner is owner:
                 if current.begun:
-                    current.callbacks.clear()
                     current.views = [memoryview(bytes(view)) for view in current.views]
+                    current.callbacks.clear()
                 else:
                     self._current = current = None
             dropped = [outgoing for outgoing in self._queue if outgoing.owner is owner and outgoing is not current]
@@ -187,6 +188,8 @@ class FramedConnection:
             while self._current is not None or self._take_next():
                 current = self._current
                 assert current is not None
+                if len(current.counts) > _MOST_COUNTS:
+                    current.counts = [sum(current.counts)]
                 views = _rest(current.views, sum(current.counts))
                 if views:
                     current.counts.extend(map(self.sock.sendmsg, (views,)))
