@@ -41,6 +41,7 @@ NATIVE_RUN = $(BIN)/cmake --preset $(1) >/dev/null && $(BIN)/cmake --build build
 	build/$(1)/native/tests/autotuner_test && build/$(1)/native/tests/fold_test && build/$(1)/native/tests/spin_test && \
 	build/$(1)/native/tests/shared_copy_test && \
 	build/$(1)/native/tests/p2p_test $(2) && build/$(1)/native/tests/in_place_test $(2) && \
+	build/$(1)/native/tests/idle_test && \
 	build/$(1)/native/tests/stress_test $(2)
 
 native: $(INSTALLED)
