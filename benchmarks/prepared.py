@@ -1,4 +1,4 @@
-"""Prepared collectives and plain calls of 8 bytes, beside the engine's own time without Python, in one run.
+"""Prepared collectives and plain calls of 8 bytes for each rank, beside the engine's own time without Python.
 
     make native; python benchmarks/prepared.py [--rounds 9] [--calls 20000]
 
@@ -33,14 +33,14 @@ NAMES = ("allreduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 def calls_of(name: str) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor], list[float]]:
     """A prepared call, the plain call into memory that is there, and what both return."""
     rank = fd.default_group().rank
-    is_part = name == "all_gather"
-    tensor = torch.tensor([1.0 + rank] if is_part else [1.0 + rank, 3.0 + rank])
-    out = torch.empty(1 if name == "reduce_scatter" else 2)
+    is_whole = name == "reduce_scatter"
+    tensor = torch.tensor([1.0, 3.0, 5.0, 7.0] if is_whole else [1.0, 3.0]) + rank
+    out = torch.empty(4 if name == "all_gather" else 2)
     results = {
         "allreduce": [3.0, 7.0],
         "broadcast": [1.0, 3.0],
-        "all_gather": [1.0, 2.0],
-        "reduce_scatter": [[3.0], [7.0]][rank],
+        "all_gather": [1.0, 3.0, 2.0, 4.0],
+        "reduce_scatter": [[3.0, 7.0], [11.0, 15.0]][rank],
         "all_to_all": [[1.0, 2.0], [3.0, 4.0]][rank],
     }
     plain = getattr(fd, name)

@@ -1,4 +1,4 @@
-// The engine's own time for small collectives, without Python: two ranks that are threads, 8 bytes of float32.
+// The engine's own time for small collectives, without Python: two ranks that are threads, 8 bytes of float32 for each.
 // benchmarks/prepared.py compares calls from Python with it.
 //
 //   collective_times [number of calls]     prints the name and the microseconds of each collective
@@ -67,7 +67,7 @@ double time_calls(const Collective& collective, int num_calls) {
 int main(int argc, char** argv) {
     const int num_calls = argc > 1 ? std::atoi(argv[1]) : 100000;
     const Reduction sum{.dtype = DType::float32, .op = ReduceOp::sum};
-    const std::vector<std::size_t> ones(num_ranks, 1);
+    const std::vector<std::size_t> ones(num_ranks, 1), twos(num_ranks, 2);
     const auto print = [&](const char* name, const Collective& collective) {
         std::printf("%s %.3f\n", name, time_calls(collective, num_calls));
     };
@@ -78,10 +78,10 @@ int main(int argc, char** argv) {
         broadcast(context, out, source, 2, DType::float32, 0, deadline);
     });
     print("all_gather", [&](Context& context, std::byte* out, const std::byte* source, const Deadline& deadline) {
-        all_gather(context, out, source, ones, DType::float32, 0, deadline);
+        all_gather(context, out, source, twos, DType::float32, 0, deadline);
     });
     print("reduce_scatter", [&](Context& context, std::byte* out, const std::byte* source, const Deadline& deadline) {
-        reduce_scatter(context, out, source, ones, 0, sum, deadline);
+        reduce_scatter(context, out, source, twos, 0, sum, deadline);
     });
     print("all_to_all", [&](Context& context, std::byte* out, const std::byte* source, const Deadline& deadline) {
         all_to_all(context, out, source, ones, ones, 1, DType::float32, deadline);

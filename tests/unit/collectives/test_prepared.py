@@ -124,6 +124,27 @@ def test_a_result_that_a_backward_needs_has_been_written():
     run_ranks(program, 2, backend="native-threads")
 
 
+def test_a_negated_view_of_the_same_memory_is_noticed():
+    """The imaginary part of a conjugate has the memory of that of the number, lazily negated."""
+
+    def program(group):
+        del group
+        for number in (torch.tensor([1 + 2j]), torch.tensor(1 + 2j)):
+            part = number.imag
+            call = fd.prepare_allreduce(part)
+            assert call().sum().item() == 4
+            part.data = number.conj().imag
+            assert call().sum().item() == -4
+
+    run_ranks(program, 2, backend="native-threads")
+
+
+def test_an_object_without_arguments_is_refused():
+    """One that nobody has initialized."""
+    with pytest.raises(TypeError):
+        fd.PreparedCollective.__new__(fd.PreparedCollective)()
+
+
 def test_threads_share_a_prepared_call():
     """Their calls follow each other."""
 
