@@ -1,4 +1,5 @@
-// A prepared collective: its arguments and the general path of its calls, called from Python without a Python frame.
+// Prepared collectives (collectives/prepared.py): objects that Python calls without a frame, with the same tensors each
+// time.
 #pragma once
 
 #include <nanobind/nanobind.h>

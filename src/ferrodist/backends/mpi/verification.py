@@ -52,9 +52,9 @@ class MpiVerifier(CollectiveVerifier):
         usual, or another rank is late.
         """
         began = time.monotonic()
+        table = np.empty(RECORD_BYTES * self._group.world_size, np.uint8)
         sequencer = self._data_plane.sequencer
         sequence = sequencer.start_if_idle()
-        table = np.empty(RECORD_BYTES * self._group.world_size, np.uint8)
         try:
             if sequence is not None:
                 try:

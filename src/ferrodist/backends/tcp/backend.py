@@ -231,7 +231,7 @@ class TcpBackend(FramedBackend):
         return self._links.get(rank if self.rank == _HUB else _HUB)
 
     def _push(self, outgoing: QueuedFrame, source_link: FramedConnection | None = None) -> None:
-        """Write or queue a frame for its destination; drop it if there is no connection."""
+        """Write or queue a frame for its destination, or drop it without a connection."""
         link = self._link_to(outgoing.frame.destination)
         if link is None:
             return

@@ -58,7 +58,7 @@ class QueuedFrame:
 
     @property
     def begun(self) -> bool:
-        """Whether the kernel has a byte of it, so that the rest must follow."""
+        """Return whether the kernel has taken any byte of it: then the rest must follow."""
         return bool(self.counts)
 
 
