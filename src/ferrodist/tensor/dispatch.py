@@ -11,6 +11,7 @@ holds for `fallback` and `plain_tensors` too.
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,8 @@ KEYED_BY_VALUE: Any = object()
 
 _UNSAFE_VIEW = private_aten.unsafe_view.default
 """A view that autograd does not take for one: of results that nobody else has, and of what `torch.kron` writes to."""
+
+_local_of = operator.attrgetter("_local")
 
 _MAX_CACHED = 1 << 14  # the entries of a group's cache; programs with new shapes in each step would fill the memory
 
@@ -173,7 +176,7 @@ def dispatch_foreach(
     if VIEW_COPIES:
         _check_writable(func, args, kwargs)
     local = [
-        [one._local for one in value] if type(value) is list and value and type(value[0]) is dtensor_type else value
+        list(map(_local_of, value)) if type(value) is list and value and type(value[0]) is dtensor_type else value
         for value in args  # no list has plain tensors beside distributed ones: `_prepare` refuses such
     ]
     cached.local(*local, **kwargs)

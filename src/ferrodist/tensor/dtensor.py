@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 _RESULT, _IN_PLACE, _LISTS, _ANY = DispatchKind.RESULT, DispatchKind.IN_PLACE, DispatchKind.LISTS, DispatchKind.ANY
 _SHARED = ViewKind.SHARED
 _is_inference_mode = torch.is_inference_mode_enabled
+_spec_of = operator.attrgetter("_spec")  # in a `map`, it takes less time than a comprehension
 
 
 @not_compiled
@@ -110,7 +112,10 @@ class DTensor(torch.Tensor):
                 key.append(float)
             elif kind is list and value and type(value[0]) is DTensor:
                 spec = value[0]._spec
-                key.append(tuple([one._spec if type(one) is DTensor else cache_key(one, DTensor) for one in value]))
+                try:
+                    key.append(tuple(map(_spec_of, value)))
+                except AttributeError:  # there are plain tensors among them
+                    key.append(cache_key(value, DTensor))
             else:
                 key.append(cache_key(value, DTensor))
         if kwargs:

@@ -49,24 +49,31 @@ def test_ranks_that_only_serve():
 
 def test_drain_timeouts():
     """The error names the ranks that do not drain, or have calls without a result."""
-    release, has_given_up = threading.Event(), threading.Event()
+    release, gone = threading.Event(), threading.Event()
+
+    def error_of_draining_together(agent):
+        for _ in range(100):  # rank 1 comes to its end when its processor lets it
+            with pytest.raises(DistributedTimeoutError) as caught:
+                agent.drain(0.2)
+            if "rank 1 did not come" not in str(caught.value):
+                break
+        return caught.value
 
     def on_rank(group):
-        with rpc.RpcContext(group, {"hold": lambda: release.wait(30)}) as agent:
+        with rpc.RpcContext(group, {"hold": lambda: release.wait(30), "go": gone.set}) as agent:
             if agent.rank == 0:
                 with pytest.raises(DistributedTimeoutError, match=r"rank 1 did not come to the end within 0\.05 s"):
                     agent.drain(0.05)
                 agent.rpc_sync(1, "go")
             else:
-                gone = threading.Event()
-                agent.register("go", gone.set)
                 assert gone.wait(30)
                 agent.rpc_async(0, "hold")
             if agent.rank == 0:
-                with pytest.raises(DistributedTimeoutError, match="calls are under way after 1 s: rank 1 has 1 call"):
-                    agent.drain(1.0)
-                has_given_up.set()
-                release.set()
+                try:
+                    error = error_of_draining_together(agent)
+                finally:
+                    release.set()
+                assert "calls are under way after 0.2 s: rank 1 has 1 call" in str(error)
 
     run_ranks(on_rank, 2, backend="simulated")
 
