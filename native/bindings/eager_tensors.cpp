@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "bindings/plain_calls.h"
+#include "bindings/fast_call.h"
 #include "bindings/tensor.h"
 
 namespace ferrodist {

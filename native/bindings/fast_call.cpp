@@ -73,7 +73,9 @@ nb::object find_group(nb::handle group) {
 
 nb::object fast_path_of(nb::handle group) {
     nb::object path = attribute(group, lookup->fast_path_name);
-    return path.is_valid() && PyTuple_Check(path.ptr()) && PyTuple_GET_SIZE(path.ptr()) == 4 ? path : nb::object();
+    return path.is_valid() && PyTuple_Check(path.ptr()) && PyTuple_GET_SIZE(path.ptr()) == FastPathFields::count
+               ? path
+               : nb::object();
 }
 
 bool runs_at_once() {
@@ -88,11 +90,11 @@ std::optional<OpenFastPath> find_fast_path(nb::handle group, nb::handle timeout)
     if (!chosen.is_valid()) return std::nullopt;
     nb::object path = fast_path_of(chosen);
     if (!path.is_valid()) return std::nullopt;
-    const nb::handle communicator = PyTuple_GET_ITEM(path.ptr(), 0);
+    const nb::handle communicator = FastPathFields::get(path, FastPathFields::communicator);
     if (!nb::isinstance<Communicator>(communicator)) return std::nullopt;
-    const auto seconds = seconds_of(timeout.is_none() ? nb::handle(PyTuple_GET_ITEM(path.ptr(), 1)) : timeout);
+    const auto seconds = seconds_of(timeout.is_none() ? FastPathFields::get(path, FastPathFields::timeout) : timeout);
     if (!seconds) return std::nullopt;
-    const nb::handle engine = PyTuple_GET_ITEM(path.ptr(), 2);
+    const nb::handle engine = FastPathFields::get(path, FastPathFields::engine);
     return OpenFastPath{std::move(path), nb::inst_ptr<Communicator>(communicator), *seconds, engine};
 }
 
@@ -145,7 +147,7 @@ nb::object new_empty(nb::handle tensor, std::int64_t rows, std::span<const std::
 
 }  // namespace
 
-nb::object result_of(nb::handle out, nb::handle tensor, Shape shape, std::size_t number) {
+nb::object out_or_new(nb::handle out, nb::handle tensor, Shape shape, std::size_t number) {
     if (!out.is_none()) return nb::borrow(out);
     const auto view = view_tensor(tensor.ptr());
     if (!view) return nb::none();

@@ -51,9 +51,9 @@ std::optional<P2PCall> find_call(nb::handle group, nb::handle timeout) {
     if (!chosen.is_valid()) return std::nullopt;
     nb::object path = fast_path_of(chosen);
     if (!path.is_valid()) return std::nullopt;
-    const nb::handle p2p = PyTuple_GET_ITEM(path.ptr(), 3);
+    const nb::handle p2p = FastPathFields::get(path, FastPathFields::p2p);
     if (!nb::isinstance<TensorP2P>(p2p)) return std::nullopt;
-    const auto seconds = seconds_of(timeout.is_none() ? nb::handle(PyTuple_GET_ITEM(path.ptr(), 1)) : timeout);
+    const auto seconds = seconds_of(timeout.is_none() ? FastPathFields::get(path, FastPathFields::timeout) : timeout);
     PyObject* longest = PyDict_GetItemWithError(lookup->deadline_names, lookup->long_wait_name);
     const auto limit = longest == nullptr ? std::nullopt : seconds_of(longest);
     if (!seconds || !limit) return std::nullopt;

@@ -10,9 +10,8 @@
 #include <vector>
 
 #include "bindings/fast_call.h"
-#include "bindings/fast_data.h"
+#include "bindings/fast_torch.h"
 #include "bindings/fast_sized.h"
-#include "bindings/plain_calls.h"
 #include "bindings/started.h"
 
 namespace ferrodist {
@@ -29,9 +28,9 @@ PyObject* fast_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count
     const nb::handle tensor = arguments[0], op = arguments[1], group = arguments[2], out = arguments[3];
     const auto path = find_fast_path(group, arguments[4]);
     if (!path) Py_RETURN_NONE;
-    return run_fast(*path, "allreduce", tensor, result_of(out, tensor, Shape::same), {{"op", op.ptr()}},
+    return run_fast(*path, "allreduce", tensor, out_or_new(out, tensor, Shape::same), {{"op", op.ptr()}},
                     [&](nb::handle result, const auto& go) {
-                        return run_allreduce_if_plain(view_pair(tensor, result), number_of(op), go);
+                        return pass_allreduce_if_plain(view_pair(tensor, result), number_of(op), go);
                     });
 }
 
@@ -41,9 +40,9 @@ PyObject* fast_allreduce_add(PyObject*, PyObject* const* arguments, Py_ssize_t c
     const nb::handle tensor = arguments[0], addend = arguments[1];
     const auto path = find_fast_path(arguments[2], arguments[3]);
     if (!path) Py_RETURN_NONE;
-    return run_fast(*path, "allreduce", tensor, result_of(nb::none(), tensor, Shape::same), {},
+    return run_fast(*path, "allreduce", tensor, out_or_new(nb::none(), tensor, Shape::same), {},
                     [&](nb::handle result, const auto& go) {
-                        return run_allreduce_add_if_plain(view_pair(tensor, result), view_tensor(addend.ptr()), go);
+                        return pass_allreduce_add_if_plain(view_pair(tensor, result), view_tensor(addend.ptr()), go);
                     });
 }
 
@@ -56,10 +55,10 @@ PyObject* fast_reduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     const bool is_root = index_of(root) == path->communicator->rank();
     if (!is_root && !out.is_none()) Py_RETURN_NONE;  // the general path refuses it
     return run_fast(*path, "reduce", tensor,
-                    is_root ? result_of(out, tensor, Shape::same) : result_of(out, tensor, Shape::nothing),
+                    is_root ? out_or_new(out, tensor, Shape::same) : out_or_new(out, tensor, Shape::nothing),
                     {{"op", op.ptr()}, {"root", root.ptr()}}, [&](nb::handle result, const auto& go) {
-                        return run_reduce_if_plain(*path->communicator, view_pair(tensor, is_root ? result : tensor),
-                                                   number_of(op), index_of(root), go);
+                        return pass_reduce_if_plain(*path->communicator, view_pair(tensor, is_root ? result : tensor),
+                                                    number_of(op), index_of(root), go);
                     });
 }
 
@@ -68,10 +67,10 @@ PyObject* fast_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count
     const nb::handle tensor = arguments[0], root = arguments[1], group = arguments[2], out = arguments[3];
     const auto path = find_fast_path(group, arguments[4]);
     if (!path) Py_RETURN_NONE;
-    return run_fast(*path, "broadcast", tensor, result_of(out, tensor, Shape::same), {{"root", root.ptr()}},
+    return run_fast(*path, "broadcast", tensor, out_or_new(out, tensor, Shape::same), {{"root", root.ptr()}},
                     [&](nb::handle result, const auto& go) {
-                        return run_broadcast_if_plain(*path->communicator, view_pair(tensor, result), index_of(root),
-                                                      go);
+                        return pass_broadcast_if_plain(*path->communicator, view_pair(tensor, result), index_of(root),
+                                                       go);
                     });
 }
 
@@ -80,9 +79,9 @@ PyObject* fast_all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t coun
     const nb::handle tensor = arguments[0], dim = arguments[1], group = arguments[2], out = arguments[3];
     const auto path = index_of(dim) == 0 ? find_fast_path(group, arguments[4]) : std::nullopt;
     if (!path) Py_RETURN_NONE;
-    return run_fast(*path, "all_gather", tensor, result_of(out, tensor, Shape::joined, path->num_ranks()),
+    return run_fast(*path, "all_gather", tensor, out_or_new(out, tensor, Shape::joined, path->num_ranks()),
                     {{"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
-                        return run_all_gather_if_plain(*path->communicator, tensor, result, go);
+                        return pass_all_gather_if_plain(*path->communicator, tensor, result, go);
                     });
 }
 
@@ -92,9 +91,9 @@ PyObject* fast_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t 
                      out = arguments[4];
     const auto path = index_of(dim) == 0 ? find_fast_path(group, arguments[5]) : std::nullopt;
     if (!path) Py_RETURN_NONE;
-    return run_fast(*path, "reduce_scatter", tensor, result_of(out, tensor, Shape::part, path->num_ranks()),
+    return run_fast(*path, "reduce_scatter", tensor, out_or_new(out, tensor, Shape::part, path->num_ranks()),
                     {{"op", op.ptr()}, {"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
-                        return run_reduce_scatter_if_plain(*path->communicator, tensor, result, number_of(op), go);
+                        return pass_reduce_scatter_if_plain(*path->communicator, tensor, result, number_of(op), go);
                     });
 }
 
@@ -103,9 +102,9 @@ PyObject* fast_all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t coun
     const nb::handle tensor = arguments[0], group = arguments[1], out = arguments[2];
     const auto path = find_fast_path(group, arguments[3]);
     if (!path) Py_RETURN_NONE;
-    return run_fast(*path, "all_to_all", tensor, result_of(out, tensor, Shape::same), {},
+    return run_fast(*path, "all_to_all", tensor, out_or_new(out, tensor, Shape::same), {},
                     [&](nb::handle result, const auto& go) {
-                        return run_all_to_all_if_plain(*path->communicator, tensor, result, go);
+                        return pass_all_to_all_if_plain(*path->communicator, tensor, result, go);
                     });
 }
 
@@ -121,9 +120,9 @@ PyObject* fast_all_to_all_single_uneven(PyObject*, PyObject* const* arguments, P
         Py_RETURN_NONE;
     const std::size_t total = std::accumulate(rows.received.begin(), rows.received.end(), std::size_t{0});
     const nb::object unit = nb::int_(row_elements(view->shape));
-    return run_fast(*path, "all_to_all", tensor, result_of(out, tensor, Shape::rows, total), {{"unit", unit.ptr()}},
+    return run_fast(*path, "all_to_all", tensor, out_or_new(out, tensor, Shape::rows, total), {{"unit", unit.ptr()}},
                     [&](nb::handle result, const auto& go) {
-                        return run_uneven_all_to_all_if_plain(*path->communicator, tensor, result, rows, go);
+                        return pass_uneven_all_to_all_if_plain(*path->communicator, tensor, result, rows, go);
                     });
 }
 
@@ -147,7 +146,7 @@ PyObject* fast_all_to_all_list(PyObject*, PyObject* const* arguments, Py_ssize_t
     std::vector<nb::object> outs;
     if (arguments[2] == Py_None) {
         for (const nb::object& tensor : tensors) {
-            outs.push_back(result_of(nb::none(), tensor, Shape::same));
+            outs.push_back(out_or_new(nb::none(), tensor, Shape::same));
             if (!outs.back().is_valid()) return nullptr;
         }
     } else {
@@ -157,12 +156,12 @@ PyObject* fast_all_to_all_list(PyObject*, PyObject* const* arguments, Py_ssize_t
     const auto parts = view_parts(tensors, outs);
     if (!parts) Py_RETURN_NONE;
     try {
-        run(*path, parts->part * path->num_ranks() * size_of(parts->dtype),
-            [&](Context& context, const Deadline& deadline) {
-                std::fill(context.counts.begin(), context.counts.end(), parts->part);
-                all_to_all(context, parts->outs, parts->sources, context.counts, context.counts, parts->part,
-                           parts->dtype, deadline);
-            });
+        run_collective(*path, parts->part * path->num_ranks() * size_of(parts->dtype),
+                       [&](Context& context, const Deadline& deadline) {
+                           std::fill(context.counts.begin(), context.counts.end(), parts->part);
+                           all_to_all(context, parts->outs, parts->sources, context.counts, context.counts, parts->part,
+                                      parts->dtype, deadline);
+                       });
     } catch (...) {
         const nb::object unit = nb::int_(parts->part);
         raise_for(*path, "all_to_all", tensors[0], outs[0], {{"unit", unit.ptr()}});
@@ -181,7 +180,7 @@ PyObject* fast_barrier(PyObject*, PyObject* group) {
     const auto path = find_fast_path(group);
     if (!path) Py_RETURN_FALSE;
     try {
-        run(*path, 0, barrier);
+        run_collective(*path, 0, barrier);
     } catch (...) {
         raise_for(*path, "barrier", nb::none(), nb::none(), {});
         return nullptr;
@@ -215,7 +214,7 @@ std::unique_ptr<Started> start(Communicator& self, nb::handle tensor, nb::handle
 }  // namespace
 
 void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
-    for (PyMethodDef* functions : {fast_functions, sized_functions, data_functions})
+    for (PyMethodDef* functions : {fast_functions, sized_functions, torch_functions})
         if (PyModule_AddFunctions(m.ptr(), functions) < 0) throw nb::python_error();
     m.def("load_fast_paths", &set_lookup, "collector"_a, "local_group"_a, "process"_a, "empty_like"_a, "make_tensor"_a,
           "Set where the fast paths find the default group, and the functions that make their results.");
@@ -227,14 +226,14 @@ void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
             "start_allreduce",
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return run_allreduce_if_plain(view_pair(tensor, out), op, go); });
+                             [&](const auto& go) { return pass_allreduce_if_plain(view_pair(tensor, out), op, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "start_broadcast",
             [](Communicator& self, nb::handle tensor, nb::handle out, int root, double timeout) {
                 return start(self, tensor, out, timeout, [&](const auto& go) {
-                    return run_broadcast_if_plain(self, view_pair(tensor, out), root, go);
+                    return pass_broadcast_if_plain(self, view_pair(tensor, out), root, go);
                 });
             },
             "tensor"_a.none(), "out"_a.none(), "root"_a, "timeout"_a)
@@ -242,21 +241,21 @@ void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
             "start_all_gather",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return run_all_gather_if_plain(self, tensor, out, go); });
+                             [&](const auto& go) { return pass_all_gather_if_plain(self, tensor, out, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "timeout"_a)
         .def(
             "start_reduce_scatter",
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return run_reduce_scatter_if_plain(self, tensor, out, op, go); });
+                             [&](const auto& go) { return pass_reduce_scatter_if_plain(self, tensor, out, op, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "start_all_to_all",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return run_all_to_all_if_plain(self, tensor, out, go); });
+                             [&](const auto& go) { return pass_all_to_all_if_plain(self, tensor, out, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "timeout"_a);
 }

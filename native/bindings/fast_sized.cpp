@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "bindings/fast_call.h"
-#include "bindings/plain_calls.h"
 
 namespace ferrodist {
 
@@ -81,7 +80,7 @@ private:
 bool share_payloads(const OpenFastPath& path, const char* name, std::string_view head, std::string_view elements,
                     Payloads& shared) {
     try {
-        run(path, head.size() + elements.size(), [&](Context& context, const Deadline& deadline) {
+        run_collective(path, head.size() + elements.size(), [&](Context& context, const Deadline& deadline) {
             share(context, name, head, elements, [&](std::string_view payload) { shared.add(payload); }, deadline);
         });
         return true;
@@ -202,7 +201,7 @@ PyObject* move_elements(const OpenFastPath& path, const char* operation, nb::han
                         std::size_t size, const std::vector<std::size_t>& counts, const char* fact, int value,
                         const Collective& collective) {
     try {
-        run(path, size, collective);
+        run_collective(path, size, collective);
     } catch (...) {
         const nb::list elements = as_list(counts);
         const nb::object number = nb::int_(value);
@@ -241,7 +240,7 @@ PyObject* concatenate(const OpenFastPath& path, const char* name, nb::handle ten
     const auto parts = parts_in(payloads, own);
     if (!parts) return as_list(payloads);
     const std::size_t total = std::accumulate(parts->rows.begin(), parts->rows.end(), std::size_t{0});
-    const nb::object result = result_of(out, tensor, has_result ? Shape::rows : Shape::nothing, total);
+    const nb::object result = out_or_new(out, tensor, has_result ? Shape::rows : Shape::nothing, total);
     if (!result.is_valid()) return parts->have_come ? nullptr : fail_after_share(path, name);
     const auto pair = view_pair(tensor, result);
     if (!pair || (has_result && !fits_rows(pair->out, pair->source, total))) return as_list(payloads);
@@ -376,7 +375,7 @@ PyObject* fast_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
     const bool have_come = sent.size() > found->num_bytes() || has_no_elements(shape);
     nb::object result = nb::borrow(out);
     if (out.is_none())
-        result = is_root ? result_of(out, tensor, Shape::rows, own_rows) : new_tensor(found->dtype, shape, own_rows);
+        result = is_root ? out_or_new(out, tensor, Shape::rows, own_rows) : new_tensor(found->dtype, shape, own_rows);
     if (!result.is_valid()) return have_come ? nullptr : fail_after_share(*path, "scatter");
     const auto part = view_tensor(result.ptr());
     const TensorView described{.data = nullptr, .count = 0, .dtype = static_cast<DType>(found->dtype), .shape = shape};
@@ -420,7 +419,7 @@ template <class Collective>
 bool move_objects(const OpenFastPath& path, const char* operation, const std::vector<std::size_t>& sizes,
                   const char* fact, int value, const Collective& collective) {
     try {
-        run(path, std::accumulate(sizes.begin(), sizes.end(), std::size_t{0}), collective);
+        run_collective(path, std::accumulate(sizes.begin(), sizes.end(), std::size_t{0}), collective);
         return true;
     } catch (...) {
         const std::array<std::int64_t, 1> shape = {0};

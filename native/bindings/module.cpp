@@ -71,7 +71,7 @@ std::shared_ptr<const shm::Arena> map_arena(Communicator& self, int descriptor, 
 template <class Collective>
 void run(Communicator& self, std::uint64_t ticket, double timeout, const Collective& collective) {
     const GilRelease released;
-    self.run(ticket, timeout, collective);
+    self.run_in_turn(ticket, timeout, collective);
 }
 
 Reduction make_reduction(int dtype, int op, double factor) {

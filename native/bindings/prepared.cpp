@@ -5,13 +5,11 @@
 #include <array>
 #include <functional>
 #include <memory>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "bindings/fast_call.h"
-#include "bindings/plain_calls.h"
 
 namespace ferrodist {
 
@@ -30,15 +28,56 @@ struct Plan {
     std::function<void(Context&, const Deadline&)> collective;
 };
 
+// A call to prepare; `rest` are its arguments between the tensor and the group.
+struct Call {
+    const Communicator& communicator;
+    nb::handle tensor, out;
+    const nb::tuple& rest;
+};
+
 struct Kind {
     const char* name;
-    std::array<const char*, 2> facts;  // names of the arguments between the tensor and the group, for the error
+    std::array<const char*, 2> facts;  // names of the call's `rest`, for the error
+    bool (*plan_if_plain)(const Call& call, Plan& plan);
 };
-constexpr Kind kinds[] = {{"allreduce", {"op"}},
-                          {"broadcast", {"root"}},
-                          {"all_gather", {"dim"}},
-                          {"reduce_scatter", {"op", "dim"}},
-                          {"all_to_all", {}}};
+
+auto into(Plan& plan) {
+    return [&plan](std::size_t size, auto collective) {
+        plan.size = size;
+        plan.collective = std::move(collective);
+    };
+}
+
+constexpr Kind kinds[] = {
+    {"allreduce",
+     {"op"},
+     [](const Call& call, Plan& plan) {
+         return pass_allreduce_if_plain(view_pair(call.tensor, call.out), number_of(call.rest[0]), into(plan));
+     }},
+    {"broadcast",
+     {"root"},
+     [](const Call& call, Plan& plan) {
+         return pass_broadcast_if_plain(call.communicator, view_pair(call.tensor, call.out), index_of(call.rest[0]),
+                                        into(plan));
+     }},
+    {"all_gather",
+     {"dim"},
+     [](const Call& call, Plan& plan) {
+         return index_of(call.rest[0]) == 0 &&
+                pass_all_gather_if_plain(call.communicator, call.tensor, call.out, into(plan));
+     }},
+    {"reduce_scatter",
+     {"op", "dim"},
+     [](const Call& call, Plan& plan) {
+         return index_of(call.rest[1]) == 0 && pass_reduce_scatter_if_plain(call.communicator, call.tensor, call.out,
+                                                                            number_of(call.rest[0]), into(plan));
+     }},
+    {"all_to_all",
+     {},
+     [](const Call& call, Plan& plan) {
+         return pass_all_to_all_if_plain(call.communicator, call.tensor, call.out, into(plan));
+     }},
+};
 
 const Kind& kind_of(const std::string& name) {
     for (const Kind& kind : kinds)
@@ -69,7 +108,7 @@ public:
         const auto plan = is_recorded ? nullptr : find_plan();
         if (!plan) return PyObject_CallNoArgs(general_.ptr());
         try {
-            ferrodist::run(plan->path, plan->size, plan->collective);
+            run_collective(plan->path, plan->size, plan->collective);
         } catch (...) {
             nb::dict facts;
             for (std::size_t i = 0; i < nb::len(rest_); ++i) facts[kind_.facts[i]] = rest_[i];
@@ -101,26 +140,8 @@ private:
         auto source = TensorSnapshot::of(tensor_.ptr()), out = TensorSnapshot::of(out_.ptr());
         if (!source || !out) return nullptr;
         auto plan = std::make_shared<Plan>(*path, std::move(*source), std::move(*out));
-        if (!make_collective(*path->communicator, *plan)) return nullptr;
+        if (!kind_.plan_if_plain({*path->communicator, tensor_, out_, rest_}, *plan)) return nullptr;
         return plan_ = std::move(plan);
-    }
-
-    // False if the tensors or the other arguments are not plain.
-    [[nodiscard]] bool make_collective(const Communicator& communicator, Plan& plan) const {
-        const auto keep = [&](std::size_t size, auto collective) {
-            plan.size = size;
-            plan.collective = std::move(collective);
-        };
-        const auto first = [&] { return nb::handle(rest_[0]); };
-        if (&kind_ == &kinds[0]) return run_allreduce_if_plain(view_pair(tensor_, out_), number_of(first()), keep);
-        if (&kind_ == &kinds[1])
-            return run_broadcast_if_plain(communicator, view_pair(tensor_, out_), index_of(first()), keep);
-        if (&kind_ == &kinds[2])
-            return index_of(first()) == 0 && run_all_gather_if_plain(communicator, tensor_, out_, keep);
-        if (&kind_ == &kinds[3])
-            return index_of(rest_[1]) == 0 &&
-                   run_reduce_scatter_if_plain(communicator, tensor_, out_, number_of(first()), keep);
-        return run_all_to_all_if_plain(communicator, tensor_, out_, keep);
     }
 
     const Kind& kind_;
@@ -142,16 +163,7 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* named) {
         PyErr_SetString(PyExc_TypeError, "this prepared collective has not been initialized: `prepare_...` makes them");
         return nullptr;
     }
-    try {
-        return nb::inst_ptr<Prepared>(self)->run();
-    } catch (nb::python_error& error) {
-        error.restore();
-    } catch (const std::bad_alloc&) {
-        PyErr_NoMemory();
-    } catch (const std::exception& error) {
-        PyErr_SetString(PyExc_RuntimeError, error.what());
-    }
-    return nullptr;
+    return or_python_error([&] { return nb::inst_ptr<Prepared>(self)->run(); });
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {

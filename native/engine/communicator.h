@@ -37,7 +37,7 @@ public:
 
     // Runs `collective(context, deadline)` once all collectives before `ticket` have ended. Throws Failure.
     template <class Collective>
-    void run(std::uint64_t ticket, double timeout, const Collective& collective) {
+    void run_in_turn(std::uint64_t ticket, double timeout, const Collective& collective) {
         const Deadline deadline(timeout);
         try {
             check();
@@ -170,7 +170,7 @@ private:
     std::vector<std::pair<std::shared_ptr<Pending>, std::shared_ptr<void>>> retained_;  // owners of tensors
     CollectiveQueue queue_{[this](std::uint64_t ticket, double timeout, const CollectiveQueue::Collective& collective) {
         await_turn(ticket);
-        run(ticket, timeout, collective);
+        run_in_turn(ticket, timeout, collective);
     }};
 };
 

@@ -48,7 +48,7 @@ double time_calls(const Collective& collective, int num_calls) {
             Communicator& own = *group[rank];
             Elements source{1.0F, 2.0F, 3.0F, 4.0F}, out{};
             const auto call = [&] {
-                own.run(own.reserve(), patience, [&](Context& context, const Deadline& deadline) {
+                own.run_in_turn(own.reserve(), patience, [&](Context& context, const Deadline& deadline) {
                     collective(context, reinterpret_cast<std::byte*>(out.data()),
                                reinterpret_cast<const std::byte*>(source.data()), deadline);
                 });

@@ -82,7 +82,7 @@ private:
     template <class Collective>
     void call(const Collective& collective) {
         const auto choice = own_random_() % 8;
-        if (choice > 2) return communicator_.run(communicator_.reserve(), patience, collective);
+        if (choice > 2) return communicator_.run_in_turn(communicator_.reserve(), patience, collective);
         const auto pending = communicator_.start(patience, choice == 0 ? 1024 * 1024 : 0, collective);
         if (choice == 1) require(communicator_.wait(*pending, patience), "wait");
         require(communicator_.wait(*pending, std::numeric_limits<double>::infinity()), "wait");
@@ -338,7 +338,7 @@ void returns_to_direct_reads(const char* what, Operation operation, std::size_t 
             std::printf("%s, rank %d: the system does not permit reading other processes' memory\n", what, rank);
             return;
         }
-        const auto run = [&](const auto& collective) { own.run(own.reserve(), patience, collective); };
+        const auto run = [&](const auto& collective) { own.run_in_turn(own.reserve(), patience, collective); };
         run([&](Context& c, const Deadline& d) {
             if (rank == 0)
                 for (int i = 0; i < 4; ++i) c.transfer_mode.record(kind, TransferMode::direct_read, 1e-15, 1);
@@ -393,7 +393,7 @@ void large_parts(int num_ranks) {
         for (std::uint64_t number = 0; number < 20; ++number) {
             const int root = static_cast<int>(number) % num_ranks;
             Values source = input_of(rank, number, count), out(count), all(count);
-            own.run(own.reserve(), patience, [&](Context& c, const Deadline& d) {
+            own.run_in_turn(own.reserve(), patience, [&](Context& c, const Deadline& d) {
                 reduce(c, bytes_of(out), bytes_of(source), count, root, sum, d);
                 allreduce(c, bytes_of(all), bytes_of(source), count, sum, d);
             });
@@ -408,7 +408,7 @@ void large_parts(int num_ranks) {
 template <class Collective>
 FailureKind failure_of(Communicator& communicator, double timeout, const Collective& collective) {
     try {
-        communicator.run(communicator.reserve(), timeout, collective);
+        communicator.run_in_turn(communicator.reserve(), timeout, collective);
     } catch (const Failure& failure) {
         return failure.kind();
     }
@@ -459,8 +459,8 @@ void failures(const std::vector<int>& hosts, bool is_oversubscribed) {
         for (int round = 0; round < 200; ++round) {
             const std::uint64_t first = own.reserve();
             const std::uint64_t second = own.reserve();
-            std::thread later([&] { own.run(second, patience, all); });
-            own.run(first, patience, all);
+            std::thread later([&] { own.run_in_turn(second, patience, all); });
+            own.run_in_turn(first, patience, all);
             later.join();
         }
     });
@@ -474,7 +474,7 @@ void failures(const std::vector<int>& hosts, bool is_oversubscribed) {
             const auto second = own.start(patience, 0, all);
             std::thread other([&] { own.wait(*first, forever); });
             if (round % 2 == 0) own.wait(*second, forever);
-            own.run(own.reserve(), patience, all);
+            own.run_in_turn(own.reserve(), patience, all);
             other.join();
             require(own.wait(*second, 0.1), "an earlier collective has not ended");
         }

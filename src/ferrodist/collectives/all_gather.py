@@ -24,7 +24,7 @@ from ferrodist.collectives.arguments import (
     prepare_late_out,
     prepare_out,
 )
-from ferrodist.collectives.eager_calls import eager_all_gather
+from ferrodist.collectives.mpi_small_calls import small_mpi_all_gather
 from ferrodist.collectives.engines.host import host_engine_of, share_bytes
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import start_all_gather, start_reduce_scatter
@@ -39,7 +39,7 @@ from ferrodist.collectives.payloads import (
 )
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import DTYPES, Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
-from ferrodist.collectives.work import PreparedCall, complete, execute, refuse_in_coalesce, submit
+from ferrodist.collectives.work import CollectiveCall, complete, execute, refuse_in_coalesce, submit
 from ferrodist.deadline import Deadline
 from ferrodist.torch_private.compilers import is_traced
 from ferrodist.torch_private.profiling import is_profiling
@@ -87,7 +87,7 @@ def all_gather(
         return record(all_gather, tensor, dim, group=group, out=out, timeout=timeout)
     result = compiled.fast_all_gather(tensor, dim, group, out, timeout)
     if result is None:
-        result = eager_all_gather(tensor, dim, group, out, timeout)
+        result = small_mpi_all_gather(tensor, dim, group, out, timeout)
     return execute(all_gather_call(tensor, dim, group, out, timeout)) if result is None else result
 
 
@@ -217,7 +217,7 @@ def all_gather_call(  # noqa: PLR0917 - the public signature
     out: torch.Tensor | None,
     timeout: float | None,
     sizes: Sequence[int] | None = None,
-) -> PreparedCall[torch.Tensor]:
+) -> CollectiveCall[torch.Tensor]:
     """Check the arguments of `all_gather` and return the call, which has not been run; raises what that does."""
     check_tensor(tensor, in_graphs=True)
     tensor = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
@@ -233,7 +233,7 @@ def all_gather_call(  # noqa: PLR0917 - the public signature
     op = CollectiveOp(
         kind=CollectiveKind.ALL_GATHER, source=source, out=target.flat, counts=concat.counts, dim=dim, timeout=limit
     )
-    return PreparedCall(op=op, group=chosen, engine=engine, finish=finish_with(target, tensor, out, backward))
+    return CollectiveCall(op=op, group=chosen, engine=engine, finish=finish_with(target, tensor, out, backward))
 
 
 class ConcatSpec:
@@ -335,7 +335,7 @@ def reduce_scatter_call(  # noqa: PLR0917 - the public signature
     out: torch.Tensor | None,
     timeout: float | None,
     sizes: Sequence[int] | None = None,
-) -> PreparedCall[torch.Tensor]:
+) -> CollectiveCall[torch.Tensor]:
     """Check the arguments of `reduce_scatter` and return the call, which has not been run; raises what that does."""
     check_tensor(tensor, in_graphs=True)
     check_reduction(tensor.dtype, op)
@@ -357,7 +357,7 @@ def reduce_scatter_call(  # noqa: PLR0917 - the public signature
         dim=dim,
         timeout=limit,
     )
-    return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
+    return CollectiveCall(op=call, group=chosen, engine=engine, finish=finish)
 
 
 def _reduce_scatter_backward(

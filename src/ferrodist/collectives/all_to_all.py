@@ -28,7 +28,7 @@ from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import start_all_to_all
 from ferrodist.collectives.graphs import in_graphs
 from ferrodist.collectives.profiling import is_recorded, profiled, record
-from ferrodist.collectives.work import PreparedCall, execute, submit
+from ferrodist.collectives.work import CollectiveCall, execute, submit
 from ferrodist.torch_private.profiling import is_profiling
 from ferrodist.wording import counted
 
@@ -118,7 +118,7 @@ def all_to_all_call(
     group: Backend | None,
     out: torch.Tensor | Sequence[torch.Tensor] | None,
     timeout: float | None,
-) -> PreparedCall[torch.Tensor | list[torch.Tensor]]:
+) -> CollectiveCall[torch.Tensor | list[torch.Tensor]]:
     """Check the arguments of `all_to_all` and return the call, which has not been run; raises what that does."""
     chosen, limit = group_and_timeout(group, timeout)
     size = chosen.world_size
@@ -267,7 +267,7 @@ def _all_to_all_rows(
     group: Backend,
     out: torch.Tensor | None,
     timeout: float,
-) -> PreparedCall[torch.Tensor]:
+) -> CollectiveCall[torch.Tensor]:
     row = math.prod(tensor.shape[1:])
     engine = engine_of(group, tensor.device)
     source = flatten(tensor)
@@ -287,4 +287,4 @@ def _all_to_all_rows(
         unit=unit,
         timeout=timeout,
     )
-    return PreparedCall(op=op, group=group, engine=engine, finish=finish_with(target, tensor, out, backward))
+    return CollectiveCall(op=op, group=group, engine=engine, finish=finish_with(target, tensor, out, backward))

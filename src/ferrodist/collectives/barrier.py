@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.native.binding import compiled
 from ferrodist.collectives.arguments import group_and_timeout
-from ferrodist.collectives.eager_calls import eager_barrier
+from ferrodist.collectives.mpi_small_calls import small_mpi_barrier
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.profiling import is_recorded, profiled, record
-from ferrodist.collectives.work import PreparedCall, execute
+from ferrodist.collectives.work import CollectiveCall, execute
 from ferrodist.torch_private.profiling import is_profiling
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ def barrier(group: Backend | None = None, *, timeout: float | None = None) -> No
         return
     if timeout is None and compiled.fast_barrier(group):
         return
-    if eager_barrier(group, timeout):
+    if small_mpi_barrier(group, timeout):
         return
     chosen, limit = group_and_timeout(group, timeout)
     op = CollectiveOp(kind=CollectiveKind.BARRIER, timeout=limit)
-    execute(PreparedCall(op=op, group=chosen, engine=host_engine_of(chosen), finish=lambda: None))
+    execute(CollectiveCall(op=op, group=chosen, engine=host_engine_of(chosen), finish=lambda: None))
 
 
 @profiled

@@ -72,14 +72,14 @@ _POINT_TO_POINT = {"fast_send", "fast_recv", "fast_recv_into", "fast_sendrecv", 
 """Functions that return an ``Unfinished`` where the general path goes on; they need no open engine of collectives."""
 
 
-_OF_EAGER_GROUPS = {"fast_allreduce", "fast_broadcast", "fast_all_gather", "fast_barrier"}
-"""Functions that leave calls of groups over MPI to those of `eager_calls`."""
+_WITH_SMALL_MPI_CALLS = {"fast_allreduce", "fast_broadcast", "fast_all_gather", "fast_barrier"}
+"""Functions that leave calls of groups over MPI to those of `mpi_small_calls`."""
 
 
 def report(name: str, arguments: tuple[Any, ...], result: Any) -> None:
     """Log a call of a fast path; ``result`` is its result or its error."""
-    if name in _OF_EAGER_GROUPS and _takes_eager_calls(arguments):
-        return  # the eager function reports the call
+    if name in _WITH_SMALL_MPI_CALLS and _takes_mpi_small_calls(arguments):
+        return  # that function reports the call
     is_general = result is None or result is False or (type(result) is list and name in _SHARING)
     tensors = ", ".join(f"{dtype_name(each.dtype)}{list(each.shape)}" for each in _tensors_in(arguments[:1]))
     if isinstance(arguments[0], bytearray):
@@ -102,7 +102,7 @@ def _public_name(name: str, arguments: tuple[Any, ...]) -> str:
         return "all_gather_object" if arguments[1] is None else "gather_object"
     if name == "fast_object_from_root":
         return "scatter_object" if arguments[2] else "broadcast_object"
-    name = name.removeprefix("eager_").removeprefix("fast_").removesuffix("_data").removesuffix("_list")
+    name = name.removeprefix("small_mpi_").removeprefix("fast_").removeprefix("torch_").removesuffix("_list")
     return name.replace("start_", "async_")
 
 
@@ -116,11 +116,11 @@ def _why_general(name: str, arguments: tuple[Any, ...]) -> str:
     if group is None:
         return "there is no group"
     path = getattr(group, "fast_path", None)
-    if path is None and not _takes_eager_calls(arguments):
+    if path is None and not _takes_mpi_small_calls(arguments):
         return f"group {group.name!r}, {with_article(type(group).__name__)}, has no compiled engine, or has ended"
     if path is not None and path.communicator is None and name not in _POINT_TO_POINT:
         return "it is the group's first collective, which opens the engine"
-    ignores_gradients = name.endswith("_data")
+    ignores_gradients = name.startswith("fast_torch_")
     reasons = (_why_not_plain(tensor, ignores_gradients=ignores_gradients) for tensor in _tensors_in(arguments))
     reason = next(filter(None, reasons), None)
     if path is None and any(tensor.nbytes > MAX_PAYLOAD for tensor in _tensors_in(arguments[:1])):
@@ -134,8 +134,8 @@ def _group_among(arguments: tuple[Any, ...]) -> Any:
     return find_group(None) if given is None else given
 
 
-def _takes_eager_calls(arguments: tuple[Any, ...]) -> bool:
-    return getattr(_group_among(arguments), "takes_eager_calls", False)
+def _takes_mpi_small_calls(arguments: tuple[Any, ...]) -> bool:
+    return getattr(_group_among(arguments), "takes_mpi_small_calls", False)
 
 
 def _why_not_plain(tensor: torch.Tensor, *, ignores_gradients: bool) -> str | None:

@@ -17,7 +17,7 @@ from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import shares_memory, writing_to
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.reduce_op import PremultipliedSum
-from ferrodist.collectives.work import PendingCollective, PreparedCall, ThreadCollective, collector, run_at, submit
+from ferrodist.collectives.work import PendingCollective, CollectiveCall, ThreadCollective, collector, run_at, submit
 from ferrodist.errors import CollectiveMismatchError, DistributedError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-    _Collected: TypeAlias = tuple[PreparedCall[object], ThreadCollective[object]]
+    _Collected: TypeAlias = tuple[CollectiveCall[object], ThreadCollective[object]]
 
 
 @contextlib.contextmanager
@@ -80,7 +80,7 @@ class _Block:
         self._collected: list[_Collected] = []
         self._has_ended = False
 
-    def collect(self, prepared: PreparedCall[object]) -> PendingCollective[object]:
+    def collect(self, prepared: CollectiveCall[object]) -> PendingCollective[object]:
         name = prepared.op.operation
         if prepared.group is not self._group:
             raise RuntimeError(
@@ -150,7 +150,7 @@ def _runs(collected: list[_Collected]) -> list[list[_Collected]]:
     return runs
 
 
-def _fusion_key(prepared: PreparedCall[object]) -> tuple[object, ...] | None:
+def _fusion_key(prepared: CollectiveCall[object]) -> tuple[object, ...] | None:
     """A key that is equal for calls that can be fused; None for other calls."""
     op = prepared.op
     if prepared.run is not None or op.kind not in (CollectiveKind.ALLREDUCE, CollectiveKind.BROADCAST):
@@ -162,7 +162,7 @@ def _fusion_key(prepared: PreparedCall[object]) -> tuple[object, ...] | None:
     return op.kind, op.tensor.dtype, op.device, op.reduction, op.root
 
 
-def _comparison(runs: list[list[_Collected]], group: Backend) -> PreparedCall[None]:
+def _comparison(runs: list[list[_Collected]], group: Backend) -> CollectiveCall[None]:
     """The first call of a block, which compares the blocks: ranks with different ones would mix up elements."""
     text = ", ".join("+".join(_describe(prepared) for prepared, _ in members) for members in runs)
     timeout = min(prepared.op.timeout for members in runs for prepared, _ in members)
@@ -186,17 +186,17 @@ def _comparison(runs: list[list[_Collected]], group: Backend) -> PreparedCall[No
             group.abort(error)
             raise error
 
-    return PreparedCall(op=op, group=group, engine=engine, run=run, finish=lambda: None)
+    return CollectiveCall(op=op, group=group, engine=engine, run=run, finish=lambda: None)
 
 
-def _describe(prepared: PreparedCall[object]) -> str:
+def _describe(prepared: CollectiveCall[object]) -> str:
     op = prepared.op
     count = "" if _fusion_key(prepared) is None else f"[{op.tensor.numel()}]"
     device = "" if op.device is None or op.device.type == "cpu" else f" on {op.device.type}"
     return f"{op.operation}{count}{device}"
 
 
-def _fused(members: list[_Collected]) -> PreparedCall[None]:
+def _fused(members: list[_Collected]) -> CollectiveCall[None]:
     """One call that does the work of ``members`` and ends their handles."""
     calls = [prepared for prepared, _ in members]
     first = calls[0]
@@ -231,7 +231,7 @@ def _fused(members: list[_Collected]) -> PreparedCall[None]:
             record_use_on_streams(op.out)
             record_use_on_streams(piece)
 
-    return PreparedCall(
+    return CollectiveCall(
         op=first.op,
         group=first.group,
         engine=first.engine,

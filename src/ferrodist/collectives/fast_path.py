@@ -1,12 +1,12 @@
-"""The fast path of plain calls: from the user's function straight into the compiled engine.
+"""The fast path of plain `async_...` calls: from the user's function straight into the compiled engine.
 
 A call is plain if its tensors are contiguous, on the CPU and need no gradient, and it is outside of `coalesce`. The
 engine checks such tensors itself. All other calls, and all whose arguments are wrong, take the general path. Both paths
 meet in the engine, so different ranks may take different ones. Started calls are plain with the group's own timeout.
 
 A collective's function takes the arguments of its public namesake and returns the result, or None before anything has
-happened. Those that block are C++, in native/bindings/fast_path.cpp, and called as ``compiled.fast_allreduce``;
-`fast_barrier` returns whether it is done, and so do those of ``torch.distributed``, in fast_data.cpp, which take
+happened. Blocking ones are all in C++, in native/bindings/fast_path.cpp, and called as ``compiled.fast_allreduce``;
+`fast_barrier` returns whether it is done, and so do those of ``torch.distributed``, in fast_torch.cpp, which take
 tensors to write into and are invisible to autograd; they start calls, too. Those in which ranks share their sizes,
 in fast_sized.cpp, may return a list: the payloads that the ranks have shared, where the general path is to go
 on. Those that start other collectives are here; those of point-to-point calls are in `fast_p2p.py`.
@@ -94,8 +94,8 @@ def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Ten
     return started and _NativeWork("all_to_all", path.engine, started, tensor, target)
 
 
-def start_data(function: Callable[..., Any], *arguments: Any, group: Backend) -> PendingCollective[Any] | None:
-    """Start a call of ``torch.distributed`` by one of the functions of native/bindings/fast_data.cpp."""
+def start_torch_call(function: Callable[..., Any], *arguments: Any, group: Backend) -> PendingCollective[Any] | None:
+    """Start a call of ``torch.distributed`` by one of the functions of native/bindings/fast_torch.cpp."""
     path = _path_of(group)
     started = path is not None and function(*arguments, group, True)
     if not started:

@@ -43,7 +43,7 @@ from ferrodist.collectives.payloads import (
 )
 from ferrodist.collectives.profiling import is_recorded, record
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.collectives.work import PreparedCall, complete, execute, refuse_in_coalesce
+from ferrodist.collectives.work import CollectiveCall, complete, execute, refuse_in_coalesce
 from ferrodist.deadline import Deadline
 from ferrodist.torch_private.profiling import is_profiling
 
@@ -121,7 +121,7 @@ def gather_call(
     group: Backend,
     out: torch.Tensor | None = None,
     timeout: float,
-) -> PreparedCall[torch.Tensor]:
+) -> CollectiveCall[torch.Tensor]:
     """`gather` with known sizes, ready to run: rank r's part has ``sizes[r]`` along ``dim``."""
     is_root = group.rank == dst
     engine = engine_of(group, part.device)
@@ -146,7 +146,7 @@ def gather_call(
         timeout=timeout,
     )
     finish = finish_with(target, part, out, backward, once=True)
-    return PreparedCall(op=op, group=group, engine=engine, finish=finish)
+    return CollectiveCall(op=op, group=group, engine=engine, finish=finish)
 
 
 def scatter(
@@ -318,7 +318,7 @@ def scatter_call(
     dim: int,
     group: Backend,
     timeout: float,
-) -> PreparedCall[torch.Tensor]:
+) -> CollectiveCall[torch.Tensor]:
     """`scatter` with known sizes, ready to run: rank r gets ``sizes[r]`` along ``dim``, this rank into ``target``."""
     is_root = group.rank == src
     part = target.result
@@ -335,4 +335,4 @@ def scatter_call(
         kind=CollectiveKind.SCATTER, source=source, out=target.flat, counts=counts, root=src, timeout=timeout
     )
     finish = finish_with(target, whole, None, backward, once=True)
-    return PreparedCall(op=op, group=group, engine=engine, finish=finish)
+    return CollectiveCall(op=op, group=group, engine=engine, finish=finish)

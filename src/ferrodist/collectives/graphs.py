@@ -49,7 +49,10 @@ _SIMPLE = (ReduceOp, int, float, list, tuple, type(None))
 
 
 def in_graphs(function: _Function) -> _Function:
-    """Let graphs of torch.compile contain calls of a collective; see [Note: collectives in graphs]."""
+    """Let graphs of torch.compile contain calls of a collective; see [Note: collectives in graphs].
+
+    Returns ``function`` itself, which only a compiler sees otherwise: eager calls pay nothing.
+    """
     function_name = function.__name__
     _functions[function_name] = function
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.work import PreparedCall
+    from ferrodist.collectives.work import CollectiveCall
 
 
 class _PurePrepared:
@@ -169,7 +169,7 @@ def _reduce_scatter(tensor: torch.Tensor, op: Op, dim: int, **options: Any) -> t
 def _prepare(  # noqa: PLR0917 - the arguments of the functions above
     name: str,
     general: Callable[..., Any],
-    make_call: Callable[..., PreparedCall[Any]],
+    make_call: Callable[..., CollectiveCall[Any]],
     arguments: tuple[Any, ...],
     group: Backend | None,
     out: torch.Tensor | None,

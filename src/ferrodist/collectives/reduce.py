@@ -23,13 +23,13 @@ from ferrodist.collectives.arguments import (
     group_and_timeout,
     prepare_out,
 )
-from ferrodist.collectives.eager_calls import eager_allreduce, eager_broadcast
+from ferrodist.collectives.mpi_small_calls import small_mpi_allreduce, small_mpi_broadcast
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import start_allreduce, start_broadcast
 from ferrodist.collectives.graphs import in_graphs
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import Op, ReduceOp, check_reduction, is_linear, widen
-from ferrodist.collectives.work import PreparedCall, execute, submit
+from ferrodist.collectives.work import CollectiveCall, execute, submit
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_private.profiling import is_profiling
 
@@ -76,7 +76,7 @@ def allreduce(
     # Plain calls go straight into C++, native/bindings/fast_path.cpp; None: they take the general path.
     result = compiled.fast_allreduce(tensor, op, group, out, timeout)
     if result is None:
-        result = eager_allreduce(tensor, op, group, out, timeout)
+        result = small_mpi_allreduce(tensor, op, group, out, timeout)
     return execute(allreduce_call(tensor, op, group, out, timeout)) if result is None else result
 
 
@@ -96,7 +96,7 @@ def async_allreduce(
 
 def allreduce_call(
     tensor: torch.Tensor, op: Op, group: Backend | None, out: torch.Tensor | None, timeout: float | None
-) -> PreparedCall[torch.Tensor]:
+) -> CollectiveCall[torch.Tensor]:
     """Check the arguments of `allreduce` and return the call, which has not been run; raises what that does."""
     check_tensor(tensor, in_graphs=True)
     check_reduction(tensor.dtype, op)
@@ -108,7 +108,7 @@ def allreduce_call(
     backward = partial(_allreduce_backward, op, chosen)
     finish = finish_with(target, tensor, out, backward, *saved, saves_result=saves_result)
     call = CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=source, out=target.flat, reduction=op, timeout=limit)
-    return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
+    return CollectiveCall(op=call, group=chosen, engine=engine, finish=finish)
 
 
 def _saved_for_backward(tensor: torch.Tensor, op: Op) -> tuple[tuple[torch.Tensor, ...], bool]:
@@ -184,7 +184,7 @@ def reduce(
 
 def _reduce(  # noqa: PLR0917 - the public signature
     tensor: torch.Tensor, dst: int, op: Op, group: Backend | None, out: torch.Tensor | None, timeout: float | None
-) -> PreparedCall[torch.Tensor]:
+) -> CollectiveCall[torch.Tensor]:
     check_tensor(tensor, in_graphs=True)
     check_reduction(tensor.dtype, op)
     chosen, limit = group_and_timeout(group, timeout)
@@ -205,7 +205,7 @@ def _reduce(  # noqa: PLR0917 - the public signature
         root=dst,
         timeout=limit,
     )
-    return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
+    return CollectiveCall(op=call, group=chosen, engine=engine, finish=finish)
 
 
 def _reduce_backward(
@@ -252,7 +252,7 @@ def broadcast(
         return record(broadcast, tensor, root, group=group, out=out, timeout=timeout)
     result = compiled.fast_broadcast(tensor, root, group, out, timeout)
     if result is None:
-        result = eager_broadcast(tensor, root, group, out, timeout)
+        result = small_mpi_broadcast(tensor, root, group, out, timeout)
     return execute(broadcast_call(tensor, root, group, out, timeout)) if result is None else result
 
 
@@ -272,7 +272,7 @@ def async_broadcast(
 
 def broadcast_call(
     tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None, timeout: float | None
-) -> PreparedCall[torch.Tensor]:
+) -> CollectiveCall[torch.Tensor]:
     """Check the arguments of `broadcast` and return the call, which has not been run; raises what that does."""
     check_tensor(tensor, in_graphs=True)
     chosen, limit = group_and_timeout(group, timeout)
@@ -287,7 +287,7 @@ def broadcast_call(
 
     finish = finish_with(target, tensor, out, backward, once=True)
     call = CollectiveOp(kind=CollectiveKind.BROADCAST, source=source, out=target.flat, root=root, timeout=limit)
-    return PreparedCall(op=call, group=chosen, engine=engine, finish=finish)
+    return CollectiveCall(op=call, group=chosen, engine=engine, finish=finish)
 
 
 def gpu_allreduce(

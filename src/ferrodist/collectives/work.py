@@ -277,7 +277,7 @@ class OperationQueue:
 T = TypeVar("T")
 
 
-class PreparedCall(msgspec.Struct, Generic[T_co], frozen=True, kw_only=True, eq=False):
+class CollectiveCall(msgspec.Struct, Generic[T_co], frozen=True, kw_only=True, eq=False):
     """A collective call, ready to run."""
 
     op: CollectiveOp
@@ -290,7 +290,7 @@ class PreparedCall(msgspec.Struct, Generic[T_co], frozen=True, kw_only=True, eq=
 class CoalescingContext(Protocol):
     """Collects calls inside a `coalesce` block, in place of the queue."""
 
-    def collect(self, prepared: PreparedCall[object]) -> PendingCollective[object]:
+    def collect(self, prepared: CollectiveCall[object]) -> PendingCollective[object]:
         """Collect a call and return its handle."""
 
     def check_open(self, name: str) -> None:
@@ -312,7 +312,7 @@ def refuse_in_coalesce(name: str) -> None:
         )
 
 
-def run_at(prepared: PreparedCall[object], sequence: int) -> None:
+def run_at(prepared: CollectiveCall[object], sequence: int) -> None:
     """Run a call at a position among the group's collectives."""
     op = prepared.op
     if prepared.run is not None:
@@ -323,7 +323,7 @@ def run_at(prepared: PreparedCall[object], sequence: int) -> None:
     prepared.engine.run(op, sequence)
 
 
-def _run(prepared: PreparedCall[object], sequence: int) -> None:
+def _run(prepared: CollectiveCall[object], sequence: int) -> None:
     """Run a call in inference mode: inference tensors can only be written to there, other tensors everywhere."""
     try:
         with torch.inference_mode():
@@ -335,7 +335,7 @@ def _run(prepared: PreparedCall[object], sequence: int) -> None:
         raise
 
 
-def execute(prepared: PreparedCall[T]) -> T:
+def execute(prepared: CollectiveCall[T]) -> T:
     """Run a call in the calling thread; calls that were submitted before may still be running."""
     refuse_in_coalesce(prepared.op.operation)
     if prepared.op.source is not None and is_traced(prepared.op.source):
@@ -345,7 +345,7 @@ def execute(prepared: PreparedCall[T]) -> T:
     return prepared.finish()
 
 
-def complete(prepared: PreparedCall[T], elements: Iterable[bytes | memoryview]) -> T:
+def complete(prepared: CollectiveCall[T], elements: Iterable[bytes | memoryview]) -> T:
     """Finish a call without running it: the elements of its output, part after part, have come otherwise."""
     if prepared.op.out is not None:
         with torch.inference_mode():
@@ -355,13 +355,13 @@ def complete(prepared: PreparedCall[T], elements: Iterable[bytes | memoryview]) 
 
 def _run_in_graph(op: CollectiveOp, group: Backend) -> None:
     """Run a call that a compiled graph contains."""
-    execute(PreparedCall(op=op, group=group, engine=engine_of(group, op.tensor.device), finish=lambda: None))
+    execute(CollectiveCall(op=op, group=group, engine=engine_of(group, op.tensor.device), finish=lambda: None))
 
 
 define_operator(_run_in_graph)
 
 
-def submit(prepared: PreparedCall[T]) -> PendingCollective[T]:
+def submit(prepared: CollectiveCall[T]) -> PendingCollective[T]:
     """Start a call: its position among the group's collectives is reserved now."""
     block = collector.get()
     if block is not None:
@@ -393,7 +393,7 @@ def wait_for_started(group: Backend) -> None:
 
 
 def _run_job(
-    prepared: PreparedCall[T], pending: ThreadCollective[T], handoff: StreamHandoff | None, sequence: int
+    prepared: CollectiveCall[T], pending: ThreadCollective[T], handoff: StreamHandoff | None, sequence: int
 ) -> None:
     """Run a call and set its outcome in ``pending``; does not raise."""
     try:
@@ -406,7 +406,7 @@ def _run_job(
         pending.succeed(prepared.finish, order=None if handoff is None else handoff.wait_on_stream)
 
 
-def _enqueue(prepared: PreparedCall[T], engine: StreamEngine) -> PendingCollective[T]:
+def _enqueue(prepared: CollectiveCall[T], engine: StreamEngine) -> PendingCollective[T]:
     """Put a call on a stream in the calling thread, which does not block."""
     pending: StreamCollective[T] = StreamCollective(prepared.op.operation, prepared.group.name)
     engine.begin_async()

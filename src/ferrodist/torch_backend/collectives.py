@@ -146,7 +146,7 @@ def reduction(given: Any) -> Op:
     raise UnsupportedOpError(f"there is no reduction {given}: there are {', '.join(each.name for each in OPERATIONS)}")
 
 
-def only(tensors: Sequence[Any], what: str) -> Any:
+def only_member(tensors: Sequence[Any], what: str) -> Any:
     """Return the only member of a list, as torch's methods take a rank's one tensor."""
     if len(tensors) != 1:
         raise ValueError(f"{what} takes one tensor a rank, not {len(tensors)}")

@@ -17,17 +17,17 @@ from ferrodist.backends.native.binding import compiled
 from ferrodist.backends.process_group import abort_on_unhandled_exception
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.collectives.arguments import check_root
-from ferrodist.collectives.fast_path import start_data
+from ferrodist.collectives.fast_path import start_torch_call
 from ferrodist.errors import InvalidRankError, UnsupportedOpError
 from ferrodist.torch_backend import collectives
 from ferrodist.torch_backend.argument_forms import accept_options
 from ferrodist.torch_backend.buffer_pool import BufferPool
-from ferrodist.torch_backend.collectives import only, plain_reduction, reduction
+from ferrodist.torch_backend.callback_levels import CallbackLevels
+from ferrodist.torch_backend.collectives import only_member, plain_reduction, reduction
 from ferrodist.torch_backend.futures import ThreadPool
 from ferrodist.torch_backend.messages import MessageWork, PendingSends, drain_pending, receive_message, send_message
 from ferrodist.torch_backend.sparse import sparse_allreduce
 from ferrodist.torch_backend.work import (
-    CallbackLevels,
     DoneWork,
     FerrodistWork,
     JoinedWork,
@@ -55,6 +55,9 @@ _NUM_RETAINED_WORKS = 1024
 waits for it after later works."""
 
 _CPU = torch.device("cpu")
+
+_IS_BLOCKING = False
+"""The last argument of compiled functions: they start no call, but return when it is done."""
 
 
 @not_compiled
@@ -180,7 +183,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     # Collectives. They try the compiled fast path first, if they have the default timeout: torch's unset timeout is
     # -1 ms, whose days are negative.
 
-    def _make(
+    def _run_fast(
         self,
         opts: Any,
         results: list[Any],
@@ -192,17 +195,17 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         Args:
             opts: torch's options.
             results: The results of the work of a started call.
-            fast: A function of native/bindings/fast_data.cpp and its arguments, or None if the call has none.
+            fast: A function of native/bindings/fast_torch.cpp and its arguments, or None if the call has none.
             general: Checks the arguments and prepares the call for the general path.
         """
         if fast is not None and opts.timeout.days < 0:
             level = self._levels.current()  # of this thread's depth of callbacks; [Note: callbacks] in `futures.py`
             function, *arguments = fast
             if not opts.asyncOp:
-                if function(*arguments, level.group, False):
+                if function(*arguments, level.group, _IS_BLOCKING):
                     return self._done
             else:
-                started = start_data(function, *arguments, group=level.group)
+                started = start_torch_call(function, *arguments, group=level.group)
                 if started is not None:
                     return self._returned(level.work_of(started, results))
         calls = general()
@@ -211,12 +214,12 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @accept_options(dist.AllreduceOptions, 1, "op", in_lists=True)
     def allreduce(self, tensors: Tensors, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks, in place."""
-        tensor = only(tensors, "allreduce")
+        tensor = only_member(tensors, "allreduce")
         if tensor.layout is not torch.strided:
             return self._run_all(sparse_allreduce(self.group, tensor, reduction(opts.reduceOp)), opts)
         op = plain_reduction(opts.reduceOp)
-        fast = None if op is None else (compiled.fast_allreduce_data, tensor, op)
-        return self._make(opts, [tensor], fast, lambda: collectives.allreduce(tensor, reduction(opts.reduceOp)))
+        fast = None if op is None else (compiled.fast_torch_allreduce, tensor, op)
+        return self._run_fast(opts, [tensor], fast, lambda: collectives.allreduce(tensor, reduction(opts.reduceOp)))
 
     @accept_options(dist.AllreduceCoalescedOptions, 1)
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> FerrodistWork:
@@ -226,26 +229,26 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @accept_options(dist.BroadcastOptions, 1, "root", in_lists=True)
     def broadcast(self, tensors: Tensors, opts: Any) -> FerrodistWork:
         """Copy the root's tensor to every rank."""
-        tensor, root = only(tensors, "broadcast"), check_root(self.group, opts.rootRank, "root")
-        fast = (compiled.fast_broadcast_data, tensor, root)
-        return self._make(opts, [tensor], fast, lambda: collectives.broadcast(self.group, tensor, root))
+        tensor, root = only_member(tensors, "broadcast"), check_root(self.group, opts.rootRank, "root")
+        fast = (compiled.fast_torch_broadcast, tensor, root)
+        return self._run_fast(opts, [tensor], fast, lambda: collectives.broadcast(self.group, tensor, root))
 
     @accept_options(dist.ReduceOptions, 1, "root", "op", in_lists=True)
     def reduce(self, tensors: Tensors, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks into the root's."""
-        tensor, root = only(tensors, "reduce"), check_root(self.group, opts.rootRank, "root")
+        tensor, root = only_member(tensors, "reduce"), check_root(self.group, opts.rootRank, "root")
         op = plain_reduction(opts.reduceOp)
-        fast = None if op is None else (compiled.fast_reduce_data, tensor, root, op)
-        return self._make(
+        fast = None if op is None else (compiled.fast_torch_reduce, tensor, root, op)
+        return self._run_fast(
             opts, [tensor], fast, lambda: collectives.reduce(self.group, tensor, root, reduction(opts.reduceOp))
         )
 
     @accept_options(AllgatherOptions, 2, in_lists=True)
     def allgather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> FerrodistWork:
         """Gather tensors, whose sizes may differ, on every rank."""
-        outputs, tensor = only(output_tensors, "allgather"), only(input_tensors, "allgather")
-        fast = (compiled.fast_all_gather_data, outputs, tensor)
-        return self._make(opts, [outputs], fast, lambda: collectives.all_gather(self.group, outputs, tensor))
+        outputs, tensor = only_member(output_tensors, "allgather"), only_member(input_tensors, "allgather")
+        fast = (compiled.fast_torch_all_gather, outputs, tensor)
+        return self._run_fast(opts, [outputs], fast, lambda: collectives.all_gather(self.group, outputs, tensor))
 
     @accept_options(AllgatherOptions, 2)
     def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any) -> FerrodistWork:
@@ -259,8 +262,8 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @accept_options(AllgatherOptions, 2)
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Gather tensors into one on every rank."""
-        fast = (compiled.fast_all_gather_data, output, tensor)
-        return self._make(opts, [output], fast, lambda: collectives.all_gather_single(self.group, output, tensor))
+        fast = (compiled.fast_torch_all_gather, output, tensor)
+        return self._run_fast(opts, [output], fast, lambda: collectives.all_gather_single(self.group, output, tensor))
 
     @accept_options(AllgatherOptions, 2)
     def all_gather_single_coalesced(self, output_lists: Tensors, input_list: Tensors, opts: Any) -> FerrodistWork:
@@ -271,8 +274,8 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def gather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> FerrodistWork:
         """Gather tensors on the root."""
         root = check_root(self.group, opts.rootRank, "root")
-        outputs = only(output_tensors, "gather") if self.group.rank == root else None
-        return self._gather(outputs, only(input_tensors, "gather"), root, opts)
+        outputs = only_member(output_tensors, "gather") if self.group.rank == root else None
+        return self._gather(outputs, only_member(input_tensors, "gather"), root, opts)
 
     @accept_options(dist.GatherOptions, 2, "root")
     def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
@@ -284,8 +287,8 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self, outputs: Tensors | torch.Tensor | None, tensor: torch.Tensor, root: int, opts: Any
     ) -> FerrodistWork:
         results = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs or [])
-        fast = (compiled.fast_gather_data, outputs, tensor, root)
-        return self._make(opts, results, fast, lambda: collectives.gather(self.group, outputs, tensor, root))
+        fast = (compiled.fast_torch_gather, outputs, tensor, root)
+        return self._run_fast(opts, results, fast, lambda: collectives.gather(self.group, outputs, tensor, root))
 
     @accept_options(dist.ScatterOptions, 2, "root")
     def scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
@@ -296,20 +299,20 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def _scatter(
         self, output: torch.Tensor, inputs: Tensors | torch.Tensor | None, root: int, opts: Any
     ) -> FerrodistWork:
-        fast = (compiled.fast_scatter_data, output, inputs, root)
-        return self._make(opts, [output], fast, lambda: collectives.scatter(self.group, output, inputs, root))
+        fast = (compiled.fast_torch_scatter, output, inputs, root)
+        return self._run_fast(opts, [output], fast, lambda: collectives.scatter(self.group, output, inputs, root))
 
     @accept_options(dist.ScatterOptions, 2, "root", in_lists=True)
     def scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> FerrodistWork:
         """Scatter the root's tensors."""
         root = check_root(self.group, opts.rootRank, "root")
-        inputs = only(input_tensors, "scatter") if self.group.rank == root else None
-        return self._scatter(only(output_tensors, "scatter"), inputs, root, opts)
+        inputs = only_member(input_tensors, "scatter") if self.group.rank == root else None
+        return self._scatter(only_member(output_tensors, "scatter"), inputs, root, opts)
 
     @accept_options(dist.ReduceScatterOptions, 2, "op", in_lists=True)
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> FerrodistWork:
         """Fold lists of tensors, whose sizes may differ, over the ranks; rank r gets the r-th."""
-        output, inputs = only(output_tensors, "reduce_scatter"), only(input_tensors, "reduce_scatter")
+        output, inputs = only_member(output_tensors, "reduce_scatter"), only_member(input_tensors, "reduce_scatter")
         return self._reduce_scatter(collectives.reduce_scatter, output, inputs, opts)
 
     @accept_options(dist.ReduceScatterOptions, 2)
@@ -321,8 +324,8 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self, general: Callable[..., Any], output: torch.Tensor, inputs: Tensors | torch.Tensor, opts: Any
     ) -> FerrodistWork:
         op = plain_reduction(opts.reduceOp)
-        fast = None if op is None else (compiled.fast_reduce_scatter_data, output, inputs, op)
-        return self._make(opts, [output], fast, lambda: general(self.group, output, inputs, reduction(opts.reduceOp)))
+        fast = None if op is None else (compiled.fast_torch_reduce_scatter, output, inputs, op)
+        return self._run_fast(opts, [output], fast, lambda: general(self.group, output, inputs, reduction(opts.reduceOp)))
 
     @accept_options(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> FerrodistWork:
@@ -340,14 +343,14 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     ) -> FerrodistWork:
         """Send rows of a tensor to each rank, and receive rows from each."""
         tensors = output_tensor, input_tensor, output_split_sizes, input_split_sizes
-        fast = (compiled.fast_all_to_all_single_data, *tensors)
-        return self._make(opts, [output_tensor], fast, lambda: collectives.all_to_all_single(self.group, *tensors))
+        fast = (compiled.fast_torch_all_to_all_single, *tensors)
+        return self._run_fast(opts, [output_tensor], fast, lambda: collectives.all_to_all_single(self.group, *tensors))
 
     @accept_options(dist.AllToAllOptions, 2)
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any) -> FerrodistWork:
         """Send a tensor to each rank, and receive one from each."""
-        fast = (compiled.fast_all_to_all_data, output_tensors, input_tensors)
-        return self._make(
+        fast = (compiled.fast_torch_all_to_all, output_tensors, input_tensors)
+        return self._run_fast(
             opts, list(output_tensors), fast, lambda: collectives.all_to_all(self.group, output_tensors, input_tensors)
         )
 
@@ -367,18 +370,18 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> FerrodistWork:
         """Send a tensor."""
-        work = send_message(self.group, only(tensors, "send"), dst, tag, self._threads)
+        work = send_message(self.group, only_member(tensors, "send"), dst, tag, self._threads)
         if isinstance(work, MessageWork):
             self._sends.add(work)
         return self._returned(work)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> FerrodistWork:
         """Receive a tensor."""
-        return self._returned(receive_message("recv", self.group, only(tensors, "recv"), src, tag, self._threads))
+        return self._returned(receive_message("recv", self.group, only_member(tensors, "recv"), src, tag, self._threads))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> FerrodistWork:
         """Receive a tensor from any rank."""
-        tensor = only(tensors, "recv")
+        tensor = only_member(tensors, "recv")
         return self._returned(receive_message("recv_anysource", self.group, tensor, None, tag, self._threads))
 
     # Coalescing.

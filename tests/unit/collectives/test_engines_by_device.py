@@ -20,7 +20,7 @@ from ferrodist.collectives.arguments import check_out, prepare_late_out, prepare
 from ferrodist.collectives.coalescing import coalesce
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import device_p2p_of, engine_of
-from ferrodist.collectives.work import PreparedCall, execute, submit
+from ferrodist.collectives.work import CollectiveCall, execute, submit
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -71,12 +71,12 @@ class FakeEngine:
         return self.works[-1]
 
 
-def _call(group: Backend, engine: Any, tensor: torch.Tensor, *, fails: bool = False) -> PreparedCall[torch.Tensor]:
+def _call(group: Backend, engine: Any, tensor: torch.Tensor, *, fails: bool = False) -> CollectiveCall[torch.Tensor]:
     def fail(sequence: int) -> None:
         raise ZeroDivisionError
 
     op = CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=tensor, out=tensor, timeout=1.0)
-    return PreparedCall(op=op, group=group, engine=engine, run=fail if fails else None, finish=lambda: tensor)
+    return CollectiveCall(op=op, group=group, engine=engine, run=fail if fails else None, finish=lambda: tensor)
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_submitted_calls_of_a_blocking_engine(group: Backend, schedule: str, mon
 
     starting = streams.current()
     pending = submit(
-        PreparedCall(
+        CollectiveCall(
             op=CollectiveOp(kind=CollectiveKind.ALLREDUCE, source=SimpleNamespace(device=_CUDA), timeout=1.0),
             group=group,
             engine=host_engine_of(group),

@@ -24,7 +24,7 @@ from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.host_p2p import Recv, Send
 from ferrodist.collectives.host_staging import CopyPipeline, NotReachedError, Segment, StreamHandoff
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_reduction, premultiplied_sum
-from ferrodist.collectives.work import PreparedCall, submit
+from ferrodist.collectives.work import CollectiveCall, submit
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
 from ferrodist.testing.conformance.collectives import call_forms, data_movement, reductions
@@ -461,7 +461,7 @@ def test_submitted_collectives_run_in_order(backend: str) -> None:
         gpu = Gpu(group, "random")
         tensors = [gpu.put(torch.full((50,), 10.0 * i + group.rank)) for i in range(6)]
 
-        def prepare(tensor: torch.Tensor) -> PreparedCall[torch.Tensor]:
+        def prepare(tensor: torch.Tensor) -> CollectiveCall[torch.Tensor]:
             def run(sequence: int) -> None:
                 with handoff.running():
                     gpu.staged.run(_sum_in_place(tensor), sequence)
@@ -472,7 +472,7 @@ def test_submitted_collectives_run_in_order(backend: str) -> None:
 
             handoff = StreamHandoff(gpu.streams)
             op = CollectiveOp(kind=CollectiveKind.BARRIER, timeout=30.0)  # without tensors, for which run stands in
-            return PreparedCall(op=op, group=group, engine=gpu.staged, run=run, finish=finish)
+            return CollectiveCall(op=op, group=group, engine=gpu.staged, run=run, finish=finish)
 
         pending = [submit(prepare(tensor)) for tensor in tensors[:5]]
         gpu.call("allreduce", tensors[5], tensors[5], ReduceOp.SUM)

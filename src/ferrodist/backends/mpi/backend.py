@@ -133,7 +133,7 @@ class MpiBackend(FramedBackend):
             on_end=self._release,
             name=f"ferrodist-mpi-{name}-{self.rank}",
         )
-        self.takes_eager_calls = self.world_size > 1 and enable_tensor_views()  # see collectives/eager_calls.py
+        self.takes_mpi_small_calls = self.world_size > 1 and enable_tensor_views()  # see collectives/mpi_small_calls.py
         self.encoded_calls: dict[Hashable, bytes] = {}
         runtime.register(self)
         track(self)

@@ -42,18 +42,18 @@ def load() -> ModuleType:
 
 
 _FAST_FUNCTIONS = (
-    *("fast_all_gather", "fast_all_gather_data", "fast_all_gather_uneven", "fast_all_to_all", "fast_all_to_all_data"),
-    *("fast_all_to_all_list", "fast_all_to_all_single_data", "fast_all_to_all_single_uneven", "fast_allreduce"),
+    *("fast_all_gather", "fast_torch_all_gather", "fast_all_gather_uneven", "fast_all_to_all", "fast_torch_all_to_all"),
+    *("fast_all_to_all_list", "fast_torch_all_to_all_single", "fast_all_to_all_single_uneven", "fast_allreduce"),
     *(
         "fast_allreduce_add",
-        "fast_allreduce_data",
+        "fast_torch_allreduce",
         "fast_barrier",
         "fast_broadcast",
-        "fast_broadcast_data",
+        "fast_torch_broadcast",
         "fast_gather",
     ),
-    *("fast_gather_data", "fast_gather_object", "fast_object_from_root", "fast_reduce", "fast_reduce_data"),
-    *("fast_reduce_scatter", "fast_reduce_scatter_data", "fast_scatter", "fast_scatter_data"),
+    *("fast_torch_gather", "fast_gather_object", "fast_object_from_root", "fast_reduce", "fast_torch_reduce"),
+    *("fast_reduce_scatter", "fast_torch_reduce_scatter", "fast_scatter", "fast_torch_scatter"),
     *("fast_batch", "fast_recv", "fast_recv_bytes", "fast_recv_into", "fast_send", "fast_send_bytes", "fast_sendrecv"),
 )
 

@@ -28,12 +28,12 @@ _NO_FOLD = -1
 
 
 @reported
-def eager_allreduce(
+def small_mpi_allreduce(
     tensor: torch.Tensor, op: Any, group: Backend | None, out: torch.Tensor | None, timeout: float | None
 ) -> torch.Tensor | None:
     """`allreduce`, or None before anything has happened."""
     number = getattr(op, "number", _NO_FOLD)
-    chosen = _find_eager_group(group)
+    chosen = _find_mpi_group(group)
     if chosen is None or number < 0 or not _is_small(tensor):
         return None
     elements = compiled.eager_elements(tensor, out, 0, number, MAX_PAYLOAD)
@@ -47,11 +47,11 @@ def eager_allreduce(
 
 
 @reported
-def eager_broadcast(
+def small_mpi_broadcast(
     tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None, timeout: float | None
 ) -> torch.Tensor | None:
     """`broadcast`, or None before anything has happened."""
-    chosen = _find_eager_group(group)
+    chosen = _find_mpi_group(group)
     if chosen is None or not _is_small(tensor) or type(root) is not int or not 0 <= root < chosen.world_size:
         return None
     elements = compiled.eager_elements(tensor, out, 0, _NO_FOLD, MAX_PAYLOAD)
@@ -66,11 +66,11 @@ def eager_broadcast(
 
 
 @reported
-def eager_all_gather(
+def small_mpi_all_gather(
     tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None, timeout: float | None
 ) -> torch.Tensor | None:
     """`all_gather` along dim 0, or None before anything has happened."""
-    chosen = _find_eager_group(group)
+    chosen = _find_mpi_group(group)
     if chosen is None or type(dim) is not int or dim != 0 or not _is_small(tensor) or not tensor.dim():
         return None
     num_ranks = chosen.world_size
@@ -87,21 +87,21 @@ def eager_all_gather(
 
 
 @reported
-def eager_barrier(group: Backend | None, timeout: float | None) -> bool:
+def small_mpi_barrier(group: Backend | None, timeout: float | None) -> bool:
     """`barrier`; whether it is done."""
-    chosen = _find_eager_group(group)
+    chosen = _find_mpi_group(group)
     if chosen is None:
         return False
     _exchange_records(chosen, (CollectiveKind.BARRIER,), b"", timeout, {})
     return True
 
 
-def _find_eager_group(group: Backend | None) -> Any:
+def _find_mpi_group(group: Backend | None) -> Any:
     """The group, if it is one over MPI of several ranks, outside of `coalesce`; else None."""
     if collector.get() is not None:
         return None
     chosen = find_group(None) if group is None else group
-    return chosen if getattr(chosen, "takes_eager_calls", False) else None
+    return chosen if getattr(chosen, "takes_mpi_small_calls", False) else None
 
 
 def _is_small(tensor: Any) -> bool:

@@ -7,6 +7,6 @@
 namespace ferrodist {
 
 // The functions that Python calls, for `PyModule_AddFunctions`.
-extern PyMethodDef data_functions[];
+extern PyMethodDef torch_functions[];
 
 }  // namespace ferrodist

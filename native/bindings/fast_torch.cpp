@@ -1,4 +1,4 @@
-#include "bindings/fast_data.h"
+#include "bindings/fast_torch.h"
 
 #include <nanobind/stl/unique_ptr.h>
 
@@ -13,14 +13,13 @@
 #include <vector>
 
 #include "bindings/fast_call.h"
-#include "bindings/plain_calls.h"
 #include "bindings/started.h"
 
 namespace ferrodist {
 
 namespace {
 
-// [Note: calls of data]
+// [Note: calls of torch.distributed]
 // Each function takes the tensors of a method of torch's process group, root and op, then the group, and at last
 // whether to start the call. It returns True when the call was done, False if the general path is to make it, and for
 // a started call a tuple: its `Started`, and for the error the operation, a tensor, and other fields of a
@@ -138,7 +137,7 @@ private:
 };
 
 // A call of one of the functions below.
-struct DataCall {
+struct TorchCall {
     OpenFastPath path;
     const char* operation;
     nb::handle tensor;  // for the error
@@ -148,7 +147,7 @@ struct DataCall {
     const std::vector<std::size_t>* counts = nullptr;  // the same, if given
 };
 
-nb::dict facts_of(const DataCall& call) {
+nb::dict facts_of(const TorchCall& call) {
     nb::dict all;
     for (const auto& [name, value] : call.facts) all[name] = nb::borrow(value);
     if (call.counts == nullptr) return all;
@@ -158,18 +157,18 @@ nb::dict facts_of(const DataCall& call) {
     return all;
 }
 
-// Makes or starts a call, if `check(go)` allows it.
-template <class Check>
-PyObject* make_call(const DataCall& call, const Check& check) {
+// Runs or starts the collective that `pass_if_plain(go)` passes to `go`, if the call is plain.
+template <class PassIfPlain>
+PyObject* run_or_start(const TorchCall& call, const PassIfPlain& pass_if_plain) {
     if (call.is_started) {
         auto started = std::make_unique<Started>(*call.path.communicator, aliases_of(call.tensors[0]),
                                                  aliases_of(call.tensors[1]));
-        if (!check(started->starter(call.path.timeout))) Py_RETURN_FALSE;
+        if (!pass_if_plain(started->starter(call.path.timeout))) Py_RETURN_FALSE;
         return nb::make_tuple(std::move(started), call.operation, call.tensor, facts_of(call)).release().ptr();
     }
     try {
-        return PyBool_FromLong(
-            check([&](std::size_t size, const auto& collective) { run(call.path, size, collective); }));
+        return PyBool_FromLong(pass_if_plain(
+            [&](std::size_t size, const auto& collective) { run_collective(call.path, size, collective); }));
     } catch (...) {
         raise_for(call.path, call.operation, call.tensor, nb::none(), facts_of(call));
         return nullptr;
@@ -183,41 +182,41 @@ int root_of(nb::handle root, const OpenFastPath& path) {
 }
 
 // Arguments: tensor, op, group, whether to start it.
-PyObject* fast_allreduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* fast_torch_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0], op = arguments[1];
     const auto path = find_fast_path(arguments[2]);
     const auto view = path ? view_data(tensor.ptr()) : std::nullopt;
     if (!view) Py_RETURN_FALSE;
-    return make_call({*path, "allreduce", tensor, arguments[3] == Py_True, {tensor}, {{"op", op.ptr()}}},
-                     [&](const auto& go) { return run_allreduce_if_plain(Pair{*view, *view}, number_of(op), go); });
+    return run_or_start({*path, "allreduce", tensor, arguments[3] == Py_True, {tensor}, {{"op", op.ptr()}}},
+                        [&](const auto& go) { return pass_allreduce_if_plain(Pair{*view, *view}, number_of(op), go); });
 }
 
 // Arguments: tensor, root, op, group, whether to start it.
-PyObject* fast_reduce_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* fast_torch_reduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 5) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0], root = arguments[1], op = arguments[2];
     const auto path = find_fast_path(arguments[3]);
     const auto view = path ? view_data(tensor.ptr()) : std::nullopt;
     if (!view) Py_RETURN_FALSE;
-    return make_call(
+    return run_or_start(
         {*path, "reduce", tensor, arguments[4] == Py_True, {tensor}, {{"op", op.ptr()}, {"root", root.ptr()}}},
         [&](const auto& go) {
-            return run_reduce_if_plain(*path->communicator, Pair{*view, *view}, number_of(op), index_of(root), go);
+            return pass_reduce_if_plain(*path->communicator, Pair{*view, *view}, number_of(op), index_of(root), go);
         });
 }
 
 // Arguments: tensor, root, group, whether to start it.
-PyObject* fast_broadcast_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* fast_torch_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0], root = arguments[1];
     const auto path = find_fast_path(arguments[2]);
     const auto view = path ? view_data(tensor.ptr()) : std::nullopt;
     if (!view) Py_RETURN_FALSE;
-    return make_call({*path, "broadcast", tensor, arguments[3] == Py_True, {tensor}, {{"root", root.ptr()}}},
-                     [&](const auto& go) {
-                         return run_broadcast_if_plain(*path->communicator, Pair{*view, *view}, index_of(root), go);
-                     });
+    return run_or_start({*path, "broadcast", tensor, arguments[3] == Py_True, {tensor}, {{"root", root.ptr()}}},
+                        [&](const auto& go) {
+                            return pass_broadcast_if_plain(*path->communicator, Pair{*view, *view}, index_of(root), go);
+                        });
 }
 
 constexpr std::byte* nowhere = nullptr;  // where a rank has no parts
@@ -247,7 +246,7 @@ struct Parts {
 };
 
 // Arguments: outputs, tensor, group, whether to start it.
-PyObject* fast_all_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* fast_torch_all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[1];
     const auto path = find_fast_path(arguments[2]);
@@ -256,26 +255,26 @@ PyObject* fast_all_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t
     const bool is_in_place = parts->all->have_as_part(parts->part, path->communicator->rank(), path->num_ranks());
     if (!is_in_place && (!parts->fit() || !parts->all->are_apart())) Py_RETURN_FALSE;
     const nb::object dim = nb::int_(0);
-    return make_call({*path,
-                      "all_gather",
-                      tensor,
-                      arguments[3] == Py_True,
-                      {tensor, parts->tensors},
-                      {{"dim", dim.ptr()}},
-                      &parts->counts},
-                     [&](const auto& go) {
-                         go(parts->bytes(), [outs = *parts->all, part = parts->part, counts = parts->counts](
-                                                Context& context, const Deadline& deadline) {
-                             outs.pass([&](const auto& places) {
-                                 all_gather(context, places, part.data, counts, part.dtype, 0, deadline);
-                             });
-                         });
-                         return true;
-                     });
+    return run_or_start({*path,
+                         "all_gather",
+                         tensor,
+                         arguments[3] == Py_True,
+                         {tensor, parts->tensors},
+                         {{"dim", dim.ptr()}},
+                         &parts->counts},
+                        [&](const auto& go) {
+                            go(parts->bytes(), [outs = *parts->all, part = parts->part, counts = parts->counts](
+                                                   Context& context, const Deadline& deadline) {
+                                outs.pass([&](const auto& places) {
+                                    all_gather(context, places, part.data, counts, part.dtype, 0, deadline);
+                                });
+                            });
+                            return true;
+                        });
 }
 
 // Arguments: outputs, tensor, root, group, whether to start it.
-PyObject* fast_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* fast_torch_gather(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 5) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[1];
     const auto path = find_fast_path(arguments[3]);
@@ -283,27 +282,27 @@ PyObject* fast_gather_data(PyObject*, PyObject* const* arguments, Py_ssize_t cou
     if (root < 0) Py_RETURN_FALSE;
     const auto parts = Parts::of(*path, tensor, arguments[0], path->communicator->rank() == root);
     if (!parts || !parts->fit() || (parts->all && !parts->all->are_apart())) Py_RETURN_FALSE;
-    return make_call({*path,
-                      "gather",
-                      tensor,
-                      arguments[4] == Py_True,
-                      {tensor, parts->tensors},
-                      {{"root", arguments[2]}},
-                      &parts->counts},
-                     [&](const auto& go) {
-                         go(parts->bytes(), [outs = parts->all, part = parts->part, counts = parts->counts, root](
-                                                Context& context, const Deadline& deadline) {
-                             const auto gather_to = [&](const auto& places) {
-                                 gather(context, places, part.data, counts, part.dtype, root, deadline);
-                             };
-                             outs ? outs->pass(gather_to) : gather_to(nowhere);
-                         });
-                         return true;
-                     });
+    return run_or_start({*path,
+                         "gather",
+                         tensor,
+                         arguments[4] == Py_True,
+                         {tensor, parts->tensors},
+                         {{"root", arguments[2]}},
+                         &parts->counts},
+                        [&](const auto& go) {
+                            go(parts->bytes(), [outs = parts->all, part = parts->part, counts = parts->counts, root](
+                                                   Context& context, const Deadline& deadline) {
+                                const auto gather_to = [&](const auto& places) {
+                                    gather(context, places, part.data, counts, part.dtype, root, deadline);
+                                };
+                                outs ? outs->pass(gather_to) : gather_to(nowhere);
+                            });
+                            return true;
+                        });
 }
 
 // Arguments: tensor, inputs, root, group, whether to start it.
-PyObject* fast_scatter_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* fast_torch_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 5) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0];
     const auto path = find_fast_path(arguments[3]);
@@ -311,27 +310,27 @@ PyObject* fast_scatter_data(PyObject*, PyObject* const* arguments, Py_ssize_t co
     if (root < 0) Py_RETURN_FALSE;
     const auto parts = Parts::of(*path, tensor, arguments[1], path->communicator->rank() == root);
     if (!parts || !parts->fit()) Py_RETURN_FALSE;
-    return make_call({*path,
-                      "scatter",
-                      tensor,
-                      arguments[4] == Py_True,
-                      {tensor, parts->tensors},
-                      {{"root", arguments[2]}},
-                      &parts->counts},
-                     [&](const auto& go) {
-                         go(parts->bytes(), [sources = parts->all, part = parts->part, counts = parts->counts, root](
-                                                Context& context, const Deadline& deadline) {
-                             const auto scatter_from = [&](const auto& places) {
-                                 scatter(context, part.data, places, counts, part.dtype, root, deadline);
-                             };
-                             sources ? sources->pass(scatter_from) : scatter_from(nowhere);
-                         });
-                         return true;
-                     });
+    return run_or_start({*path,
+                         "scatter",
+                         tensor,
+                         arguments[4] == Py_True,
+                         {tensor, parts->tensors},
+                         {{"root", arguments[2]}},
+                         &parts->counts},
+                        [&](const auto& go) {
+                            go(parts->bytes(), [sources = parts->all, part = parts->part, counts = parts->counts, root](
+                                                   Context& context, const Deadline& deadline) {
+                                const auto scatter_from = [&](const auto& places) {
+                                    scatter(context, part.data, places, counts, part.dtype, root, deadline);
+                                };
+                                sources ? sources->pass(scatter_from) : scatter_from(nowhere);
+                            });
+                            return true;
+                        });
 }
 
 // Arguments: tensor, inputs, op, group, whether to start it.
-PyObject* fast_reduce_scatter_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* fast_torch_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 5) Py_RETURN_FALSE;
     const nb::handle tensor = arguments[0], op = arguments[2];
     const auto path = find_fast_path(arguments[3]);
@@ -339,20 +338,20 @@ PyObject* fast_reduce_scatter_data(PyObject*, PyObject* const* arguments, Py_ssi
     const auto found = parts ? reduction_of(parts->part.dtype, number_of(op)) : std::nullopt;
     if (!found || !parts->fit() || !parts->all->make_room()) Py_RETURN_FALSE;
     const nb::object dim = nb::int_(0);
-    return make_call({*path,
-                      "reduce_scatter",
-                      tensor,
-                      arguments[4] == Py_True,
-                      {tensor, parts->tensors},
-                      {{"op", op.ptr()}, {"dim", dim.ptr()}},
-                      &parts->counts},
-                     [&](const auto& go) {
-                         go(parts->bytes(), [sources = *parts->all, out = parts->part.data, counts = parts->counts,
-                                             reduction = *found](Context& context, const Deadline& deadline) {
-                             reduce_scatter(context, out, sources.read(), counts, 0, reduction, deadline);
-                         });
-                         return true;
-                     });
+    return run_or_start({*path,
+                         "reduce_scatter",
+                         tensor,
+                         arguments[4] == Py_True,
+                         {tensor, parts->tensors},
+                         {{"op", op.ptr()}, {"dim", dim.ptr()}},
+                         &parts->counts},
+                        [&](const auto& go) {
+                            go(parts->bytes(), [sources = *parts->all, out = parts->part.data, counts = parts->counts,
+                                                reduction = *found](Context& context, const Deadline& deadline) {
+                                reduce_scatter(context, out, sources.read(), counts, 0, reduction, deadline);
+                            });
+                            return true;
+                        });
 }
 
 // The elements that go to each rank, or come from it: so many rows of `tensor`, of dim 0, or an even share if `splits`
@@ -385,7 +384,7 @@ PyObject* exchange(const OpenFastPath& path, nb::handle outputs, nb::handle inpu
         to.push_back(are_lists ? outs.parts()[r].data : outs.parts()[0].data + before * size);
     const nb::object unit = nb::int_(1);
     const nb::handle first = are_lists ? nb::handle(PyTuple_GET_ITEM(inputs.ptr(), 0)) : inputs;
-    return make_call(
+    return run_or_start(
         {path, "all_to_all", first, is_started, {inputs, outputs}, {{"unit", unit.ptr()}}}, [&](const auto& go) {
             go(std::max(outs.total(), sources.total()) * size,
                [from, to, sent, received, dtype = outs.dtype(), are_lists](Context& context, const Deadline& deadline) {
@@ -399,7 +398,7 @@ PyObject* exchange(const OpenFastPath& path, nb::handle outputs, nb::handle inpu
 }
 
 // Arguments: output, input, output_splits, input_splits, group, whether to start it.
-PyObject* fast_all_to_all_single_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* fast_torch_all_to_all_single(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 6) Py_RETURN_FALSE;
     const auto path = find_fast_path(arguments[4]);
     if (!path || PyTuple_CheckExact(arguments[0]) || PyTuple_CheckExact(arguments[1])) Py_RETURN_FALSE;
@@ -413,7 +412,7 @@ PyObject* fast_all_to_all_single_data(PyObject*, PyObject* const* arguments, Py_
 }
 
 // Arguments: outputs, inputs, group, whether to start it.
-PyObject* fast_all_to_all_data(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* fast_torch_all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 4) Py_RETURN_FALSE;
     const auto path = find_fast_path(arguments[2]);
     const nb::object outputs = as_tuple(arguments[0]), inputs = as_tuple(arguments[1]);
@@ -427,16 +426,16 @@ PyObject* fast_all_to_all_data(PyObject*, PyObject* const* arguments, Py_ssize_t
 
 }  // namespace
 
-PyMethodDef data_functions[] = {
-    fast_method<fast_allreduce_data>("fast_allreduce_data"),
-    fast_method<fast_reduce_data>("fast_reduce_data"),
-    fast_method<fast_broadcast_data>("fast_broadcast_data"),
-    fast_method<fast_all_gather_data>("fast_all_gather_data"),
-    fast_method<fast_gather_data>("fast_gather_data"),
-    fast_method<fast_scatter_data>("fast_scatter_data"),
-    fast_method<fast_reduce_scatter_data>("fast_reduce_scatter_data"),
-    fast_method<fast_all_to_all_single_data>("fast_all_to_all_single_data"),
-    fast_method<fast_all_to_all_data>("fast_all_to_all_data"),
+PyMethodDef torch_functions[] = {
+    fast_method<fast_torch_allreduce>("fast_torch_allreduce"),
+    fast_method<fast_torch_reduce>("fast_torch_reduce"),
+    fast_method<fast_torch_broadcast>("fast_torch_broadcast"),
+    fast_method<fast_torch_all_gather>("fast_torch_all_gather"),
+    fast_method<fast_torch_gather>("fast_torch_gather"),
+    fast_method<fast_torch_scatter>("fast_torch_scatter"),
+    fast_method<fast_torch_reduce_scatter>("fast_torch_reduce_scatter"),
+    fast_method<fast_torch_all_to_all_single>("fast_torch_all_to_all_single"),
+    fast_method<fast_torch_all_to_all>("fast_torch_all_to_all"),
     {nullptr, nullptr, 0, nullptr},
 };
 
