@@ -153,7 +153,7 @@ nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, const 
         }
     }
     if (interruption) return unfinished(deadline, interruption);
-    return out_or_new(target.tensor, source);
+    return result_of(target.tensor, source);
 }
 
 // Receives into a new tensor. `like` may be a tensor whose view has the wanted dtype.
