@@ -24,11 +24,11 @@ from ferrodist.collectives.arguments import (
     prepare_late_out,
     prepare_out,
 )
-from ferrodist.collectives.mpi_small_calls import small_mpi_all_gather
 from ferrodist.collectives.engines.host import host_engine_of, share_bytes
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import start_all_gather, start_reduce_scatter
 from ferrodist.collectives.graphs import in_graphs
+from ferrodist.collectives.mpi_small_calls import small_mpi_all_gather
 from ferrodist.collectives.payloads import (
     abort_for_disagreement,
     check_sizes,

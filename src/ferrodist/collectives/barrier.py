@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.native.binding import compiled
 from ferrodist.collectives.arguments import group_and_timeout
-from ferrodist.collectives.mpi_small_calls import small_mpi_barrier
 from ferrodist.collectives.engines.host import host_engine_of
+from ferrodist.collectives.mpi_small_calls import small_mpi_barrier
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.work import CollectiveCall, execute
 from ferrodist.torch_private.profiling import is_profiling

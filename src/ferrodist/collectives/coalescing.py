@@ -17,7 +17,7 @@ from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import shares_memory, writing_to
 from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.reduce_op import PremultipliedSum
-from ferrodist.collectives.work import PendingCollective, CollectiveCall, ThreadCollective, collector, run_at, submit
+from ferrodist.collectives.work import CollectiveCall, PendingCollective, ThreadCollective, collector, run_at, submit
 from ferrodist.errors import CollectiveMismatchError, DistributedError
 
 if TYPE_CHECKING:

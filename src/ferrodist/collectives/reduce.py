@@ -23,10 +23,10 @@ from ferrodist.collectives.arguments import (
     group_and_timeout,
     prepare_out,
 )
-from ferrodist.collectives.mpi_small_calls import small_mpi_allreduce, small_mpi_broadcast
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import start_allreduce, start_broadcast
 from ferrodist.collectives.graphs import in_graphs
+from ferrodist.collectives.mpi_small_calls import small_mpi_allreduce, small_mpi_broadcast
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import Op, ReduceOp, check_reduction, is_linear, widen
 from ferrodist.collectives.work import CollectiveCall, execute, submit

@@ -325,7 +325,9 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     ) -> FerrodistWork:
         op = plain_reduction(opts.reduceOp)
         fast = None if op is None else (compiled.fast_torch_reduce_scatter, output, inputs, op)
-        return self._run_fast(opts, [output], fast, lambda: general(self.group, output, inputs, reduction(opts.reduceOp)))
+        return self._run_fast(
+            opts, [output], fast, lambda: general(self.group, output, inputs, reduction(opts.reduceOp))
+        )
 
     @accept_options(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> FerrodistWork:
@@ -377,7 +379,9 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> FerrodistWork:
         """Receive a tensor."""
-        return self._returned(receive_message("recv", self.group, only_member(tensors, "recv"), src, tag, self._threads))
+        return self._returned(
+            receive_message("recv", self.group, only_member(tensors, "recv"), src, tag, self._threads)
+        )
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> FerrodistWork:
         """Receive a tensor from any rank."""

@@ -7,22 +7,16 @@ A collective becomes a `CollectiveWork`, started in the `CallbackLevel` of the t
 from __future__ import annotations
 
 import sys
-import threading
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ferrodist.backends.subgroup import SubBackend
-from ferrodist.collectives.engines.host import host_engine_of
-from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.work import CollectiveCall, execute, submit
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, DistributedTimeoutError, describe_error
-from ferrodist.torch_backend.futures import ResultFuture, SerialQueue, ThreadPool, thread_state
+from ferrodist.errors import DistributedTimeoutError
+from ferrodist.torch_backend.futures import ResultFuture, SerialQueue, ThreadPool
 from ferrodist.torch_private.compilers import not_compiled
 from ferrodist.torch_private.pytree import tree_leaves
 
@@ -30,10 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import FrameType
 
-    from ferrodist.backends.base import Backend
-    from ferrodist.backends.interfaces import CollectiveEngine
     from ferrodist.collectives.work import PendingCollective
-    from ferrodist.torch_backend.collectives import CheckedCall
 
 _NO_TIMEOUT = timedelta(0)
 
