@@ -231,7 +231,7 @@ def test_messages_are_delivered_in_a_waiting_thread(backend):
     """Ping-pong, many times: the answer is sent in the thread that waits, or in another one."""
 
     def on_rank(world):
-        peer, signal, got, rounds = 1 - world.rank, world.signal(), [], 3000
+        peer, signal, got, rounds = 1 - world.rank, world.signal(), [], 1000
 
         def hear(messages):
             got.extend(messages)

@@ -15,7 +15,7 @@ from ferrodist.backends.native import is_native_available
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.errors import CollectiveMismatchError, SizeMismatchError
 from ferrodist.testing import run_ranks
-from ferrodist.torch_backend import messages, work
+from ferrodist.torch_backend import callback_levels, messages
 from ferrodist.torch_backend.process_group import FerrodistProcessGroup
 
 pytestmark = pytest.mark.skipif(
@@ -32,8 +32,8 @@ def fast_path_only(monkeypatch):
     def refuse(_call):
         raise AssertionError("a plain call has taken the general path")
 
-    monkeypatch.setattr(work, "execute", refuse)
-    monkeypatch.setattr(work, "submit", refuse)
+    monkeypatch.setattr(callback_levels, "execute", refuse)
+    monkeypatch.setattr(callback_levels, "submit", refuse)
 
 
 _mode = {"asyncOp": False}
