@@ -17,10 +17,11 @@ import torch
 
 from ferrodist.arguments import check_bool, check_type
 from ferrodist.backends.process_group import resolve_group
+from ferrodist.backends.weak import weak_method
 from ferrodist.collectives.arguments import check_root
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, add_error_context
-from ferrodist.parallel.backward_hooks import current_backward_id, find_outputs, weak_method
+from ferrodist.parallel.backward_hooks import current_backward_id, find_outputs
 from ferrodist.parallel.ddp.autograd_hooks import find_unused_parameters
 from ferrodist.parallel.ddp.bucket import CommHook, model_title, register_model
 from ferrodist.parallel.ddp.config import Options
@@ -378,7 +379,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
         trainable = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         reducer = Reducer(trainable, self._group, self._options, model_id=self._model_id)
         if self._options.broadcast_buffers:
-            reducer.after_round = weak_method(self, DDP._broadcast_buffers, "After backward")
+            reducer.after_round = weak_method(self._broadcast_buffers, "After backward")
         return reducer
 
     def _get_reducer(self) -> Reducer:

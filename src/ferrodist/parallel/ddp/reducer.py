@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.backends.weak import weak_method
 from ferrodist.collectives.all_gather import all_gather
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.errors import (
@@ -57,7 +58,7 @@ from ferrodist.errors import (
     describe_error,
     ranks_text,
 )
-from ferrodist.parallel.backward_hooks import check_dense, current_backward_id, hook_gradients, weak_method
+from ferrodist.parallel.backward_hooks import check_dense, current_backward_id, hook_gradients
 from ferrodist.parallel.ddp.autograd_hooks import ParameterHooks
 from ferrodist.parallel.ddp.bucket import compute_bucket_assignment, make_buckets, model_title
 from ferrodist.torch_private.autograd import queue_callback, version_of
@@ -185,8 +186,8 @@ class Reducer:
         self._positions = list(range(len(self._ordered)))  # by param_id
         self.hooks = ParameterHooks(
             reverse,
-            weak_method(self, Reducer.on_accumulated),
-            weak_method(self, Reducer.on_ready),
+            weak_method(self.on_accumulated),
+            weak_method(self.on_ready),
             title=self._title,
         )
 
@@ -265,7 +266,7 @@ class Reducer:
             # After several forwards a parameter is unused if none of them uses it.
             self._round.unused = positions & self._round.unused if self._has_forwards else positions
             self._has_forwards = True
-        hook = weak_method(self, Reducer._on_output_gradient)
+        hook = weak_method(self._on_output_gradient)
         hook_gradients([output for output in outputs if not output.is_leaf], hook)
 
     def _on_output_gradient(self, _: torch.Tensor) -> None:

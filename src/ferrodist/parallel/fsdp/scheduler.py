@@ -34,15 +34,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.backends.weak import weak_method
 from ferrodist.collectives.barrier import barrier
 from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, add_error_context, describe_error
-from ferrodist.parallel.backward_hooks import (
-    current_backward_id,
-    find_outputs,
-    find_tensors,
-    hook_gradients,
-    weak_method,
-)
+from ferrodist.parallel.backward_hooks import current_backward_id, find_outputs, find_tensors, hook_gradients
 from ferrodist.parallel.fsdp.backward_plan import BackwardRun, ForwardTrace, StepKind, plan_backward
 from ferrodist.parallel.fsdp.flat_memory import GradientBuffer
 from ferrodist.parallel.fsdp.method_rounds import MethodRounds
@@ -97,7 +92,7 @@ class UnitScheduler:
         for unit in self.units:
             # torch holds hooks on full parameters where Python's garbage collector sees no cycle.
             for flat in unit.flats:
-                flat.on_gradient = weak_method(self, UnitScheduler.on_gradient, unit.index)
+                flat.on_gradient = weak_method(self.on_gradient, unit.index)
             self._install_hooks(unit)
 
     def _install_hooks(self, unit: Unit) -> None:
@@ -277,7 +272,7 @@ class UnitScheduler:
     def _watch_outputs(self, output: Any, trace: ForwardTrace, call: int) -> bool:
         """Call `pre_backward` when a gradient reaches an output; returns whether one can."""
         outputs = find_outputs(output)
-        hook_gradients(outputs, weak_method(self, UnitScheduler.pre_backward, trace, call))
+        hook_gradients(outputs, weak_method(self.pre_backward, trace, call))
         return bool(outputs)
 
     def _check_outputs(self, unit: Unit, output: Any) -> None:
