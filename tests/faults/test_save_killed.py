@@ -298,15 +298,15 @@ def test_a_rank_that_raises_in_the_middle(tmp_path, monkeypatch, error, rank, is
     path = tmp_path / "checkpoint"
     if not is_fresh:
         run_ranks(save, NUM_RANKS, path, 1)
-    write_file, here = saving.write_file, threading.local()
+    write_safetensors, here = saving.write_safetensors, threading.local()
 
     def write(*args):
         here.count = getattr(here, "count", 0) + 1
         if getattr(here, "rank", None) == rank and here.count == 2:
             raise error
-        return write_file(*args)
+        return write_safetensors(*args)
 
-    monkeypatch.setattr(saving, "write_file", write)
+    monkeypatch.setattr(saving, "write_safetensors", write)
 
     def program(group):
         here.rank = group.rank

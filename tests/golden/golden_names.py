@@ -20,8 +20,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import PROTOCOL_VERSION, FileStore, TcpStore, TcpStoreServer, rendezvous
 from ferrodist.rendezvous.secret import _FILE as SECRET_FILE
 from ferrodist.rendezvous.secret import _folders as secret_folders
-from ferrodist.rpc.framing import Form
-from ferrodist.rpc.messages import MET, FailureKind, MessageKind
+from ferrodist.rpc.messages import MET, FailureKind, Form, MessageKind
 from ferrodist.rpc.refcount_protocol import CONFIRM, LOST, REGISTER, RELEASE, SETTLE, UNREGISTER
 from ferrodist.torch_backend.process_group import FerrodistProcessGroup
 

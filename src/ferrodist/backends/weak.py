@@ -25,14 +25,17 @@ def snapshot_weak(collection: Callable[[], Iterable[_Item]]) -> list[_Item]:
             continue
 
 
-def weak_method(method: Callable[..., object]) -> Callable[..., None]:
-    """Return a function that calls a bound method, and does nothing once the method's object is gone."""
+def weak_method(method: Callable[..., object], *bound: object) -> Callable[..., None]:
+    """Return a function that calls a bound method, and does nothing once the method's object is gone.
+
+    ``bound`` are the first arguments of each call; they are kept alive.
+    """
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: object) -> None:
         found = reference()
         if found is not None:
-            found(*arguments)
+            found(*bound, *arguments)
 
     return call
 

@@ -102,7 +102,7 @@ class Case:
 
 
 class Peer(_Record):
-    """A library with its settings; the value is its name on the command line."""
+    """A competing library with its settings, or a backend of ferrodist's; the value is its name on the command line."""
 
     title: str  # in tables
     color: str  # of its line in plots

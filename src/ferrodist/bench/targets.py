@@ -1,4 +1,4 @@
-"""The peers of a run: the rank processes of a library, or iperf3; and how each is measured in a case.
+"""The competing libraries of a run (its *peers*): the rank processes of each, or iperf3, and how a case is measured.
 
 A batch is some calls timed together; its value is the slowest rank's time for one call. Fast operations get as many
 calls as make a batch long enough to hide the clock's resolution and the ranks' unequal starts.

@@ -1,4 +1,4 @@
-"""One rank of one peer: ``python -m ferrodist.bench.worker``, or through `foreign` in another interpreter.
+"""One rank of one competing library: ``python -m ferrodist.bench.worker``, or by `foreign` in another interpreter.
 
 It joins its group, reports to the driver, and serves its requests: prepare a case, run batches, release. In the answer
 to a batch, ``begin`` and ``end`` are in nanoseconds on the host's monotonic clock, which all processes share; ``used``

@@ -240,7 +240,8 @@ class AsyncCheckpointer:
         try:
             # The time in the queue doesn't count.
             save.write_and_commit(self._own_group, Deadline(self._timeout), find)
-            save.remove_old_checkpoints(_STEP_FOLDER)
+            if self._options.keep_last is not None:
+                save.remove_old_checkpoints(self._options.keep_last, _STEP_FOLDER)
         finally:
             with self._lock:
                 self._free.append(buffer)

@@ -1,4 +1,4 @@
-"""The check of the folder before a save, the commit by rank 0, and the removal of the leftovers of dead saves.
+"""The commit by rank 0, and the removal of the leftovers of dead saves.
 
 [Note: commit]
 A checkpoint exists when its manifest does: ``put`` of the manifest is the last step of a save, and it is atomic. Files
@@ -63,18 +63,6 @@ _logger = logging.getLogger(__name__)
 _EXIT_TIMEOUT_SECONDS = 2.0
 """The wait for the operating system to clean up after a lost process."""
 _POLL_INTERVAL_SECONDS = 0.01
-
-
-def check_owned(storage: Storage) -> None:
-    """Refuse to save into a folder with files of tensors that no save of ferrodist wrote."""
-    names = storage.list_names()
-    if MANIFEST_NAME in names:
-        return
-    others = [name for name in names if name.endswith(".safetensors") and save_id_of(name) is None]
-    if others:
-        raise DistCheckpointError(
-            f"{storage.url} has {others[0]}, which no checkpoint of ferrodist wrote: save to a folder of its own"
-        )
 
 
 def make_manifest(

@@ -37,9 +37,9 @@ import msgspec
 
 from ferrodist.arguments import check_int, check_type
 from ferrodist.checkpoint.checkpoint_folder import remove_old
-from ferrodist.checkpoint.commit import check_owned, commit, make_manifest, remove_dead_saves
+from ferrodist.checkpoint.commit import commit, make_manifest, remove_dead_saves
 from ferrodist.checkpoint.consensus import Phase, Rank0Exchange, call_on_all, is_of_group, resolve_group_or_alone
-from ferrodist.checkpoint.format.manifest import hash_bytes
+from ferrodist.checkpoint.format.manifest import MANIFEST_NAME, hash_bytes
 from ferrodist.checkpoint.format.safetensors import dtype_name
 from ferrodist.checkpoint.save_plan import (
     DEFAULT_FILE_BYTES,
@@ -54,9 +54,10 @@ from ferrodist.checkpoint.save_plan import (
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
 from ferrodist.checkpoint.state import Encoder, PartialSums, collect_state
 from ferrodist.checkpoint.storage import Storage, open_storage, parent_path
-from ferrodist.checkpoint.writer import FileReport, hash_blocks, row_major_bytes, write_file
+from ferrodist.checkpoint.storage.base import save_id_of
+from ferrodist.checkpoint.writer import FileReport, hash_blocks, row_major_bytes, write_safetensors
 from ferrodist.deadline import Deadline, resolve_timeout
-from ferrodist.errors import DistributedError
+from ferrodist.errors import DistCheckpointError, DistributedError
 from ferrodist.tensor.local_shards import local_shard
 
 if TYPE_CHECKING:
@@ -114,7 +115,20 @@ def save_distributed(
     save = Save(path, group, options)
     save.prepare(state, "open a checkpoint", deadline)
     save.write_and_commit(group, deadline)
-    save.remove_old_checkpoints()
+    if keep_last is not None:
+        save.remove_old_checkpoints(keep_last)
+
+
+def check_owned(storage: Storage) -> None:
+    """Refuse to save into a folder with files of tensors that no save of ferrodist wrote."""
+    names = storage.list_names()
+    if MANIFEST_NAME in names:
+        return
+    others = [name for name in names if name.endswith(".safetensors") and save_id_of(name) is None]
+    if others:
+        raise DistCheckpointError(
+            f"{storage.url} has {others[0]}, which no checkpoint of ferrodist wrote: save to a folder of its own"
+        )
 
 
 def _digest(view: torch.Tensor) -> str:
@@ -158,10 +172,10 @@ class Save:
         ``action`` names the opening, for messages. ``earlier_error``, if a rank has one, is raised on all.
         """
         phase, exchange = Phase(action, str(self._path)), Rank0Exchange(self._group, deadline)
-        make_report = partial(self._open_and_report, state, phase, earlier_error)
+        open_and_report = partial(self._open_and_report, state, phase, earlier_error)
         try:
             own_files = exchange.run(
-                phase, make=make_report, answer_action="plan a checkpoint", answer=self._plan_and_begin
+                phase, make=open_and_report, answer_action="plan a checkpoint", answer=self._plan_and_begin
             )
         except BaseException as error:
             if exchange.rank0_may_have_acted:
@@ -243,7 +257,7 @@ class Save:
         """Write this rank's files, and return their encoded reports."""
         views = {} if find else self.take_views()
         elements = find or (lambda span: views[span].cpu())
-        files = [write_file(self.storage, self._save_id, plan, self._tensors, elements) for plan in self._files]
+        files = [write_safetensors(self.storage, self._save_id, plan, self._tensors, elements) for plan in self._files]
         return msgspec.msgpack.encode(files)
 
     def take_views(self) -> dict[Span, torch.Tensor]:
@@ -260,10 +274,10 @@ class Save:
         commit(self.storage, manifest, deadline)
         return [b""] * len(reports)
 
-    def remove_old_checkpoints(self, name_pattern: re.Pattern[str] | None = None) -> None:
+    def remove_old_checkpoints(self, keep_last: int, name_pattern: re.Pattern[str] | None = None) -> None:
         """Remove checkpoints beyond ``keep_last``, on rank 0; see `remove_old`."""
-        if self._options.keep_last is not None and self._group.rank == 0:
-            remove_old(self.storage.url, self._options.keep_last, self._options.storage_options, name_pattern)
+        if self._group.rank == 0:
+            remove_old(self.storage.url, keep_last, self._options.storage_options, name_pattern)
 
     def discard(self, error: BaseException) -> None:
         """Remove the files written so far, because of ``error``."""

@@ -44,8 +44,8 @@ def hash_blocks(data: memoryview) -> list[str]:
     return [hash_bytes(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES)]
 
 
-class FileStream:
-    """A file that is filled with the spans of its plan, in order."""
+class SafetensorsWriter:
+    """A safetensors file under way: header, and the spans of its plan in order, hashed and given to a `FileWriter`."""
 
     def __init__(
         self, storage: Storage, save_id: str, plan: FilePlan, tensors: Mapping[str, TensorDescription]
@@ -124,15 +124,15 @@ class FileStream:
             self._span_index += 1
 
 
-def write_file(
+def write_safetensors(
     storage: Storage,
     save_id: str,
     plan: FilePlan,
     tensors: Mapping[str, TensorDescription],
     find: Callable[[Span], torch.Tensor],
 ) -> FileReport:
-    """Write a file durably; ``find`` returns a span's elements on the CPU. On an error the file is removed."""
-    stream = FileStream(storage, save_id, plan, tensors)
+    """Write one file durably; ``find`` returns a span's elements on the CPU. On an error the file is removed."""
+    stream = SafetensorsWriter(storage, save_id, plan, tensors)
     try:
         for span in plan.spans:
             data = row_major_bytes(find(span))

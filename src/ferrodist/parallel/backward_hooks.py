@@ -1,8 +1,7 @@
-"""Hooks on a forward's outputs, where a backward begins; the running backward, a check of gradients, weak callbacks."""
+"""Hooks on a forward's outputs, where a backward begins; the running backward; a check of gradients."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
@@ -58,18 +57,6 @@ def hook_gradients(outputs: Sequence[torch.Tensor], hook: Callable[[torch.Tensor
     found = [*outputs, *(base for base in bases if base.requires_grad)]
     for tensor in [tensor for tensor in found if not tensor.is_leaf] or found:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def weak_method(owner: object, method: Callable[..., None], *bound: object) -> Callable[..., None]:
-    """Bind a method, and first arguments, without holding its object: for hooks that the object itself holds."""
-    reference = weakref.ref(owner)
-
-    def call(*arguments: object) -> None:
-        alive = reference()
-        if alive is not None:
-            method(alive, *bound, *arguments)
-
-    return call
 
 
 def check_dense(

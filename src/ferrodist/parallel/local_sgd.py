@@ -14,11 +14,10 @@ from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError, add_error_context
-from ferrodist.parallel.ddp.bucket import (
+from ferrodist.parallel.ddp.bucket import allocate_flat, compute_bucket_assignment
+from ferrodist.parallel.ddp.fingerprints import (
     FINGERPRINT_SIZE,
-    allocate_flat,
     bucket_fingerprint,
-    compute_bucket_assignment,
     register_model,
     verify_fingerprints,
 )
@@ -37,7 +36,7 @@ MAX_BYTES = 25 << 20  # size limit of a message
 class FlatAverager:
     """The mean of parameters over the ranks, in flat memory that is allocated once.
 
-    Each message carries fingerprints; see [Note: fingerprints] in `ddp/bucket.py`.
+    Each message carries fingerprints; see [Note: fingerprints] in `ddp/fingerprints.py`.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, model_id: int) -> None:

@@ -10,11 +10,12 @@
 The modules::
 
     agent.py             RpcAgent, RpcContext: what users call       future.py            Future, OneShot
-    client.py            calls made: pending, timeouts, statistics   executor.py          worker threads, event loop
-    server.py            all received messages; calls served         shutdown.py          drain: no call under way
-    messages.py          calls and results as bytes                  worker_names.py      ranks by name
+    client.py            calls made: pending ones, timeouts          executor.py          worker threads, event loop
+    server.py            calls served; all messages dispatched       shutdown.py          drain: no call under way
+    messages.py          calls and results as bytes, frames          worker_names.py      ranks by name
+    statistics.py        RpcStatistics, and its counters
 
-    peer.py              connection to one rank, its flow control    framing.py           frames, and their order
+    peer.py              connection to one rank, its flow control    receive_queue.py     the order of messages
     peer_manager.py      the ranks that can be called now            large_messages.py    what exceeds a frame
     transport.py         RpcBackend; transports over groups          tcp_transport.py     TcpRpcBackend
                                                                      tcp_directory.py     its addresses, in a store
@@ -25,10 +26,10 @@ The modules::
 
 from ferrodist.errors import RpcError
 from ferrodist.rpc.agent import DEFAULT_MESSAGE_LIMIT, RpcAgent, RpcContext, current_agent
-from ferrodist.rpc.client import RpcStatistics
 from ferrodist.rpc.future import Future
 from ferrodist.rpc.refcount_tables import ReferenceCounts
 from ferrodist.rpc.rref import RRef
+from ferrodist.rpc.statistics import RpcStatistics
 from ferrodist.rpc.tcp_transport import TcpRpcBackend
 from ferrodist.rpc.transport import GroupRpcBackend, RpcBackend, SimulatedRpcBackend
 

@@ -1,9 +1,9 @@
 """`RpcAgent`: a rank's calls to other ranks, and theirs to it; `RpcContext`: an agent for a with-block.
 
 An agent owns a client (calls made), a server (calls served), the peers, the remote objects, and the graceful shutdown.
-A call passes `RpcClient.call`, `RemotePeer.send` and the group of the two ranks. There `RpcServer.on_message` receives
-it, and has a thread of the `Executor` call the function and send the result. Back here `RpcServer.on_message` hands
-that to `RpcClient.on_response`, which wakes the caller.
+A call passes `RpcClient.call`, `RemotePeer.send` and the group of the two ranks. There `MessageDispatcher.on_message`
+gives it to the `RpcServer`, which has a thread of the `Executor` call the function and send the result. Back here
+`MessageDispatcher.on_message` gives that to `RpcClient.on_response`, which wakes the caller.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ferrodist.collectives.pytree import is_encodable
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, InvalidRankError, RpcError, ranks_text
 from ferrodist.resource_limits import naming_limits
-from ferrodist.rpc.client import RpcClient, RpcStatistics
+from ferrodist.rpc.client import RpcClient
 from ferrodist.rpc.executor import Executor, WaitEvents
 from ferrodist.rpc.large_messages import TensorPool
 from ferrodist.rpc.messages import OWN_NAMES, Call
 from ferrodist.rpc.peer import PeerOptions
 from ferrodist.rpc.peer_manager import PeerManager
 from ferrodist.rpc.rref_manager import CREATE, RRefManager
-from ferrodist.rpc.server import FunctionRegistry, RpcServer, serving_agent
+from ferrodist.rpc.server import FunctionRegistry, MessageDispatcher, RpcServer, serving_agent
 from ferrodist.rpc.shutdown import GracefulShutdown
 from ferrodist.rpc.transport import GroupRpcBackend, RpcBackend
 from ferrodist.rpc.worker_names import WorkerNames
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ferrodist.rpc.future import Future
     from ferrodist.rpc.refcount_tables import ReferenceCounts
     from ferrodist.rpc.rref import RRef
+    from ferrodist.rpc.statistics import RpcStatistics
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
@@ -123,10 +124,11 @@ class RpcAgent:
                 self._registry,
                 self._executor,
                 self._rrefs,
-                self._client,
+                self._client.metrics,
                 max_outstanding=most_outstanding,
                 timeout=self.timeout,
             )
+            self._dispatcher = MessageDispatcher(self._server, self._client)
             self._rrefs.bind(self._client, self._server)  # a cycle: the client and the server use it, too
             self._names = WorkerNames(name or "", self._peers, self._server)
             self._shutdown = GracefulShutdown(self.rank, self.world_size, self._client, self._server)
@@ -146,7 +148,7 @@ class RpcAgent:
         try:
             with _naming_limits(self.rank):
                 listeners = (self._client, self._rrefs.refcounts, self._shutdown, self._names)
-                self._peers.start(options, self._server, listeners)
+                self._peers.start(options, self._dispatcher, listeners)
         except BaseException:
             self.close()
             raise
@@ -255,7 +257,7 @@ class RpcAgent:
             InvalidRankError: The rank does not exist; or no rank has the name, in time or once all are there.
         """
         deadline = Deadline(self._seconds(timeout))
-        with self._executor.making_room():
+        with self._executor.waiting(also_in_event_loop=True):
             peer = self._names.find(rank, deadline, among_lost=False) if isinstance(rank, str) else self._rank_of(rank)
             if peer != self.rank:
                 self._peers.wait_for(peer, deadline)
@@ -326,7 +328,7 @@ class RpcAgent:
         if not isinstance(to, str):
             return self._rank_of(to), seconds
         deadline = Deadline(seconds)
-        with self._executor.making_room():
+        with self._executor.waiting(also_in_event_loop=True):
             return self._names.find(to, deadline), deadline.remaining()
 
     def _rank_of(self, to: int) -> int:

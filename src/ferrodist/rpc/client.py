@@ -1,4 +1,4 @@
-"""`RpcClient`: the calls that a rank makes, their results, timeouts and statistics."""
+"""`RpcClient`: the calls that a rank makes, their results and timeouts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import functools
 import heapq
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -31,6 +29,7 @@ from ferrodist.rpc.messages import (
     unpack_result,
 )
 from ferrodist.rpc.peer_manager import PeerListener, PeerManager, lost_error
+from ferrodist.rpc.statistics import RpcMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,232 +38,12 @@ if TYPE_CHECKING:
     from ferrodist.rpc.executor import Executor
     from ferrodist.rpc.peer import Peer
 
-_NUM_LATENCIES = 1000
 _MAX_ENDED_TIMEOUTS = 1000  # timeouts of calls that have ended which may be in the heap
 
 _POLL_INTERVAL_SECONDS = 1.0  # how long a thread sleeps whose wake-up may be lost, when an interruption came between
 
 _RESULT_POLL_SECONDS = 0.01
 _RESULT_TIMEOUT_SECONDS = 10.0  # how long another thread that has received a call's result may take to hand it over
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RpcStatistics:
-    """The calls of one agent's users so far; the agents' internal calls do not count.
-
-    Args:
-        in_flight: This rank's calls without a result.
-        answered: This rank's calls that have a result, or an exception that was raised there.
-        timed_out: This rank's calls that it has given up.
-        late: Results that came after that, and were dropped.
-        served: Calls of others, and this rank's own of itself, that were called here and have returned.
-        failed: Calls here that raised, or could not be called.
-        latency: Seconds from call to result, of the last 1000 calls: the median, and the bounds of 90 % and 99 % of
-            them; 0 before the first.
-    """
-
-    in_flight: int
-    answered: int
-    timed_out: int
-    late: int
-    served: int
-    failed: int
-    latency: tuple[float, float, float]
-
-
-class RpcMetrics:
-    """The counters behind `RpcStatistics`; threads share them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts = {"answered": 0, "timed_out": 0, "late": 0, "served": 0, "failed": 0}
-        self._latencies: deque[float] = deque(maxlen=_NUM_LATENCIES)
-
-    def count(self, field: str, latency: float | None = None) -> None:
-        """Add one to a field of `RpcStatistics`; `latency` is in seconds from a call to its result."""
-        with self._lock:
-            self._counts[field] += 1
-            if latency is not None:
-                self._latencies.append(latency)
-
-    def snapshot(self, in_flight: int) -> RpcStatistics:
-        """The statistics so far."""
-        with self._lock:
-            counts, latencies = dict(self._counts), sorted(self._latencies)
-        last = len(latencies) - 1
-        median, p90, p99 = (latencies[round(last * share)] if latencies else 0.0 for share in (0.5, 0.9, 0.99))
-        return RpcStatistics(in_flight=in_flight, latency=(median, p90, p99), **counts)
-
-
-class PendingCall:
-    """A call whose result has not come: its future, or the event of the thread that waits, receives it."""
-
-    def __init__(
-        self, rank: int, name: str, timeout: float, *, future: Future | None = None, event: WaitEvent | None = None
-    ) -> None:
-        self.rank = rank
-        self.name = name
-        self.timeout = timeout
-        self.future = future
-        self.event = event
-        self.started = time.monotonic()
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.has_ended = self.is_given_up = False
-        self.peer: Peer | None = None  # whose flow-control slot this call occupies; None for internal calls
-        self.transfer: ReferenceTransfer | None = None
-
-    @property
-    def is_users(self) -> bool:
-        """True for a call of a user, which counts in statistics and occupies a slot; False for an agent's own."""
-        return self.peer is not None
-
-    @property
-    def remaining(self) -> float:
-        """Seconds left."""
-        return max(0.0, self.started + self.timeout - time.monotonic())
-
-    def release(self) -> None:
-        """Give back the call's slot and references, when it was answered or will not be."""
-        if self.peer is not None:
-            self.peer.window.release()
-        if self.transfer is not None:
-            self.transfer.forget()
-
-    def end(self, value: Any, error: BaseException | None = None) -> None:
-        """Give the caller the result, or the error."""
-        if self.future is not None:
-            # A future lasts: an error's frames would keep alive all that a user's calling functions have.
-            each = error
-            if error is not None:
-                error.__context__ = None
-            while each is not None:
-                each = each.with_traceback(None).__cause__
-            self.future.settle(value, error)
-        elif self.event is not None:
-            self.value, self.error = value, error
-            self.has_ended = True
-            self.event.set()
-
-
-class PendingCalls:
-    """All calls of one agent that have not been answered, by call id, and a thread for their timeouts.
-
-    A call that its caller has given up stays until it is answered: until then it takes up room at the other side.
-    """
-
-    def __init__(self, name: str, on_give_up: Callable[[int, PendingCall], None]) -> None:
-        self._on_give_up = on_give_up
-        self._last_call_id = 0
-        self.num_made = self.num_ended = 0  # calls of users; those answered, or never to be
-        self._calls: dict[int, PendingCall] = {}
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._timeouts: list[tuple[float, int]] = []  # a heap of times and numbers
-        self._next_timeout = float("inf")  # until which the thread sleeps
-        self.closed: DistributedError | None = None  # the error of further calls, once the agent is closed
-        self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
-        self._thread.start()
-
-    def add(self, pending: PendingCall) -> int:
-        """Register a call that is about to be sent; returns its id."""
-        with self._lock:
-            if self.closed is not None:
-                raise self.closed.fresh()
-            self._last_call_id += 1
-            call_id = self._last_call_id
-            self.num_made += pending.is_users
-            self._calls[call_id] = pending
-            if pending.future is None:  # a thread that waits for its event checks the time itself
-                return call_id
-            if len(self._timeouts) > 2 * len(self._calls) + _MAX_ENDED_TIMEOUTS:
-                self._timeouts = [each for each in self._timeouts if each[1] in self._calls]
-                heapq.heapify(self._timeouts)
-            end = pending.started + pending.timeout
-            heapq.heappush(self._timeouts, (end, call_id))
-            if end < self._next_timeout:
-                self._next_timeout = end
-                self._changed.notify()
-        return call_id
-
-    def pop(self, call_id: int, rank: int | None = None) -> PendingCall | None:
-        """Remove a call (to this rank) whose result has come, for the caller to end unless it was given up."""
-        with self._lock:
-            pending = self._calls.pop(call_id, None)
-            if pending is not None and rank is not None and pending.rank != rank:
-                self._calls[call_id] = pending
-                return None
-            self.num_ended += pending is not None and pending.is_users
-            return pending
-
-    def give_up(self, call_id: int) -> PendingCall | None:
-        """Give a call up, for the caller to end it; None if its result has come after all."""
-        with self._lock:
-            pending = self._calls.get(call_id)
-            if pending is None or pending.is_given_up:
-                return None
-            pending.is_given_up = True
-        if pending.transfer is not None:
-            pending.transfer.forget()
-        self._on_give_up(call_id, pending)
-        return pending
-
-    @property
-    def num_in_flight(self) -> int:
-        """The number of users' calls without a result."""
-        with self._lock:
-            return sum(pending.is_users and not pending.is_given_up for pending in self._calls.values())
-
-    def fail(self, rank: int | None, error: DistributedError) -> None:
-        """Fail the calls to a rank, or all."""
-        with self._lock:
-            calls = list(self._calls.items())
-        for call_id, each in calls:
-            if rank is None or each.rank == rank:
-                pending = self.pop(call_id)
-                if pending is not None:
-                    pending.release()
-                    if not pending.is_given_up:
-                        pending.end(None, error.fresh())
-
-    def close(self) -> None:
-        """Fail all calls, and end the thread."""
-        with self._changed:
-            self.closed = GroupClosedError("the agent was closed")
-            self._changed.notify()
-        self.fail(None, self.closed)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _watch(self) -> None:
-        while True:
-            with self._changed:
-                if self.closed is not None:
-                    return
-                now = time.monotonic()
-                expired = []
-                while self._timeouts and (self._timeouts[0][0] <= now or self._timeouts[0][1] not in self._calls):
-                    expired.append(heapq.heappop(self._timeouts)[1])
-                self._next_timeout = self._timeouts[0][0] if self._timeouts else float("inf")
-                if not expired:
-                    self._changed.wait(min(self._next_timeout - now, threading.TIMEOUT_MAX))
-            for call_id in expired:
-                self._expire(call_id)
-
-    def _expire(self, call_id: int) -> None:
-        # A function of its own, so that no local of the loop keeps the call alive: it may hold references.
-        pending = self.give_up(call_id)
-        if pending is not None:
-            pending.end(None, _timeout_error(pending))
-
-
-def _timeout_error(pending: PendingCall) -> DistributedTimeoutError:
-    return DistributedTimeoutError(
-        f"rank {pending.rank} did not answer the call of {pending.name.removeprefix(OWN_NAMES)!r} within"
-        f" {pending.timeout:g} s. Is it busy, or does the function wait for something? Pass a longer timeout where"
-        " it may",
-        ranks=(pending.rank,),
-    )
 
 
 class RpcClient(PeerListener):
@@ -439,3 +218,174 @@ class RpcClient(PeerListener):
         if kind is MessageKind.RESULT:
             return unpack_result(content, pending.rank, self._codec.leaf_codecs[pending.rank])
         raise error_of(pending.name, pending.rank, unpack_failure(content, pending.rank))
+
+
+class PendingCall:
+    """A call whose result has not come: its future, or the event of the thread that waits, receives it."""
+
+    def __init__(
+        self, rank: int, name: str, timeout: float, *, future: Future | None = None, event: WaitEvent | None = None
+    ) -> None:
+        self.rank = rank
+        self.name = name
+        self.timeout = timeout
+        self.future = future
+        self.event = event
+        self.started = time.monotonic()
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.has_ended = self.is_given_up = False
+        self.peer: Peer | None = None  # whose flow-control slot this call occupies; None for internal calls
+        self.transfer: ReferenceTransfer | None = None
+
+    @property
+    def is_users(self) -> bool:
+        """True for a call of a user, which counts in statistics and occupies a slot; False for an agent's own."""
+        return self.peer is not None
+
+    @property
+    def remaining(self) -> float:
+        """Seconds left."""
+        return max(0.0, self.started + self.timeout - time.monotonic())
+
+    def release(self) -> None:
+        """Give back the call's slot and references, when it was answered or will not be."""
+        if self.peer is not None:
+            self.peer.window.release()
+        if self.transfer is not None:
+            self.transfer.forget()
+
+    def end(self, value: Any, error: BaseException | None = None) -> None:
+        """Give the caller the result, or the error."""
+        if self.future is not None:
+            # A future lasts: an error's frames would keep alive all that a user's calling functions have.
+            each = error
+            if error is not None:
+                error.__context__ = None
+            while each is not None:
+                each = each.with_traceback(None).__cause__
+            self.future.settle(value, error)
+        elif self.event is not None:
+            self.value, self.error = value, error
+            self.has_ended = True
+            self.event.set()
+
+
+class PendingCalls:
+    """All calls of one agent that have not been answered, by call id, and a thread for their timeouts.
+
+    A call that its caller has given up stays until it is answered: until then it takes up room at the other side.
+    """
+
+    def __init__(self, name: str, on_give_up: Callable[[int, PendingCall], None]) -> None:
+        self._on_give_up = on_give_up
+        self._last_call_id = 0
+        self.num_made = self.num_ended = 0  # calls of users; those answered, or never to be
+        self._calls: dict[int, PendingCall] = {}
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._timeouts: list[tuple[float, int]] = []  # a heap of times and numbers
+        self._next_timeout = float("inf")  # until which the thread sleeps
+        self.closed: DistributedError | None = None  # the error of further calls, once the agent is closed
+        self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
+        self._thread.start()
+
+    def add(self, pending: PendingCall) -> int:
+        """Register a call that is about to be sent; returns its id."""
+        with self._lock:
+            if self.closed is not None:
+                raise self.closed.fresh()
+            self._last_call_id += 1
+            call_id = self._last_call_id
+            self.num_made += pending.is_users
+            self._calls[call_id] = pending
+            if pending.future is None:  # a thread that waits for its event checks the time itself
+                return call_id
+            if len(self._timeouts) > 2 * len(self._calls) + _MAX_ENDED_TIMEOUTS:
+                self._timeouts = [each for each in self._timeouts if each[1] in self._calls]
+                heapq.heapify(self._timeouts)
+            end = pending.started + pending.timeout
+            heapq.heappush(self._timeouts, (end, call_id))
+            if end < self._next_timeout:
+                self._next_timeout = end
+                self._changed.notify()
+        return call_id
+
+    def pop(self, call_id: int, rank: int | None = None) -> PendingCall | None:
+        """Remove a call (to this rank) whose result has come, for the caller to end unless it was given up."""
+        with self._lock:
+            pending = self._calls.pop(call_id, None)
+            if pending is not None and rank is not None and pending.rank != rank:
+                self._calls[call_id] = pending
+                return None
+            self.num_ended += pending is not None and pending.is_users
+            return pending
+
+    def give_up(self, call_id: int) -> PendingCall | None:
+        """Give a call up, for the caller to end it; None if its result has come after all."""
+        with self._lock:
+            pending = self._calls.get(call_id)
+            if pending is None or pending.is_given_up:
+                return None
+            pending.is_given_up = True
+        if pending.transfer is not None:
+            pending.transfer.forget()
+        self._on_give_up(call_id, pending)
+        return pending
+
+    @property
+    def num_in_flight(self) -> int:
+        """The number of users' calls without a result."""
+        with self._lock:
+            return sum(pending.is_users and not pending.is_given_up for pending in self._calls.values())
+
+    def fail(self, rank: int | None, error: DistributedError) -> None:
+        """Fail the calls to a rank, or all."""
+        with self._lock:
+            calls = list(self._calls.items())
+        for call_id, each in calls:
+            if rank is None or each.rank == rank:
+                pending = self.pop(call_id)
+                if pending is not None:
+                    pending.release()
+                    if not pending.is_given_up:
+                        pending.end(None, error.fresh())
+
+    def close(self) -> None:
+        """Fail all calls, and end the thread."""
+        with self._changed:
+            self.closed = GroupClosedError("the agent was closed")
+            self._changed.notify()
+        self.fail(None, self.closed)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                if self.closed is not None:
+                    return
+                now = time.monotonic()
+                expired = []
+                while self._timeouts and (self._timeouts[0][0] <= now or self._timeouts[0][1] not in self._calls):
+                    expired.append(heapq.heappop(self._timeouts)[1])
+                self._next_timeout = self._timeouts[0][0] if self._timeouts else float("inf")
+                if not expired:
+                    self._changed.wait(min(self._next_timeout - now, threading.TIMEOUT_MAX))
+            for call_id in expired:
+                self._expire(call_id)
+
+    def _expire(self, call_id: int) -> None:
+        # A function of its own, so that no local of the loop keeps the call alive: it may hold references.
+        pending = self.give_up(call_id)
+        if pending is not None:
+            pending.end(None, _timeout_error(pending))
+
+
+def _timeout_error(pending: PendingCall) -> DistributedTimeoutError:
+    return DistributedTimeoutError(
+        f"rank {pending.rank} did not answer the call of {pending.name.removeprefix(OWN_NAMES)!r} within"
+        f" {pending.timeout:g} s. Is it busy, or does the function wait for something? Pass a longer timeout where"
+        " it may",
+        ranks=(pending.rank,),
+    )

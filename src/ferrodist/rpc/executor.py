@@ -1,5 +1,11 @@
 """The threads of an agent: a pool for calls, an event loop for coroutines, and a serial queue.
 
+[Note: the ordinary call]
+A thread that receives a call submits it (`Executor.submit`), which puts it into the queue. If no worker runs, one is
+woken or started (`_ensure_worker`), and takes the call from the queue (`_work`); otherwise one that runs takes it next.
+A worker that finds the queue empty becomes the leader, or sleeps if there is one (`_rest`). One that waits for a call
+of its own says so (`begin_wait`, `end_wait`), so that another runs meanwhile. All else is for calls that take long.
+
 [Note: who takes a call]
 Waking a thread costs more than a small call. So one idle worker, the leader, stays awake for a while and moves messages
 meanwhile; a call that it receives it serves itself (`Executor._lead`). While a worker is busy, new calls wait for it:
@@ -199,21 +205,20 @@ class Executor:
             self._num_waiting -= 1
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Within this block the thread waits for results of its own calls: another worker runs tasks in its place."""
+    def waiting(self, *, also_in_event_loop: bool = False) -> Iterator[None]:
+        """Within this block the thread waits: another worker runs tasks in its place.
+
+        In the event loop's thread that is an error; with ``also_in_event_loop`` it holds up all coroutines.
+        """
+        if also_in_event_loop and getattr(self._local, "num_waits", None) == _MUST_NOT_WAIT:
+            yield
+            return
         is_worker = self.begin_wait()
         try:
             yield
         finally:
             if is_worker:
                 self.end_wait()
-
-    @contextlib.contextmanager
-    def making_room(self) -> Iterator[None]:
-        """Do as `waiting` does, except that an async function may wait, too: it holds up the other ones."""
-        may_wait = getattr(self._local, "num_waits", None) != _MUST_NOT_WAIT
-        with self.waiting() if may_wait else contextlib.nullcontext():
-            yield
 
     def close(self) -> None:
         """Run what is queued, and end the threads. A thread whose task does not end is left behind."""

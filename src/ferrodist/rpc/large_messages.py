@@ -14,7 +14,7 @@ import torch
 from ferrodist.collectives.arguments import bytes_of
 from ferrodist.collectives.serialization import OutOfBandTensor, PackedValue, UnreadableError, decode_value
 from ferrodist.errors import ProtocolError
-from ferrodist.rpc.framing import FRAME_CONTENT_BYTES, Form, Frame
+from ferrodist.rpc.messages import FRAME_CONTENT_BYTES, Form, Frame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

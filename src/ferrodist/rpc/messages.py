@@ -1,8 +1,15 @@
-"""Messages between agents: calls, results and failures, and how they are packed.
+"""Messages between agents: calls, results and failures, how they are packed, and the frames that carry them.
 
 [Note: plain content]
 Most calls and results have neither tensors nor nested values: those are packed by msgspec at once, into bytes. All
 others become a `PackedValue` (`collectives/serialization.py`).
+
+[Note: frames]
+A message begins with a frame of `FRAME_BYTES`, for which the receiver has always posted a receive. Content that fits is
+in the frame; larger content is a message of its own, received once the frame has come, and so is each large tensor.
+Their tags have the message's call id, so that frames need not wait for them, nor they for each other.
+
+    kind of message: u8 | form: u8 | flags: u16 | bytes of the content: u32 | call id: u64 | content, if it fits
 """
 
 from __future__ import annotations
@@ -10,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import pickle
+import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -319,3 +327,65 @@ class ValueCodec(ABC):
         self, peer: int, write: Callable[[Any, Sequence[LeafCodec]], Content], value: Any
     ) -> tuple[Content, ReferenceTransfer | None]:
         """Pack a value for a peer by `pack_call` or `pack_result`; references in it are to send the content."""
+
+
+# Frames; see [Note: frames].
+
+FRAME_BYTES = 512
+_HEADER = struct.Struct("<BBHIQ")
+
+FRAME_CONTENT_BYTES = FRAME_BYTES - _HEADER.size
+"""Bytes of content that fit into a frame."""
+
+FRAME_TAG = 0
+
+MAX_CONTENT_BYTES = (1 << 32) - 1
+"""Limit of a message's content without its tensors."""
+
+_KIND_BITS = 3
+_HAS_REFERENCES = 1
+
+
+class Form(enum.IntEnum):
+    """The encoding of a message's content."""
+
+    PLAIN = 0
+    ENCODED = 1
+
+
+_FORMS = frozenset(Form)
+_KINDS = {int(kind): kind for kind in MessageKind}
+
+
+class Frame:
+    """A received frame; raises ProtocolError for invalid data."""
+
+    __slots__ = ("call_id", "data", "form", "has_references", "index", "is_cancelled", "is_complete", "kind", "size")
+
+    def __init__(self, data: bytes, peer: int) -> None:
+        kind, self.form, flags, self.size, self.call_id = _HEADER.unpack_from(data)
+        if kind not in _KINDS or self.form not in _FORMS or flags > _HAS_REFERENCES:
+            raise ProtocolError(f"rank {peer} sent something that is not a message of an agent", ranks=(peer,))
+        self.data = data
+        self.kind = _KINDS[kind]
+        self.has_references = bool(flags)  # according to the sender
+        # Whether the whole message is in the frame.
+        self.is_complete = self.size <= FRAME_CONTENT_BYTES and self.form == Form.PLAIN
+        self.index = 0  # its position among the peer's frames, from 1; 0 before `ReceiveQueue._next`
+        self.is_cancelled = False  # whether the sender waits for no response any more
+
+    def content(self) -> bytes:
+        """The content in the frame."""
+        return self.data[_HEADER.size : _HEADER.size + self.size]
+
+
+def pack_frame(kind: MessageKind, form: Form, call_id: int, content: memoryview, *, has_references: bool) -> bytes:
+    """Pack a frame, with the content if it fits."""
+    size = content.nbytes
+    header = _HEADER.pack(kind, form, _HAS_REFERENCES if has_references else 0, size, call_id)
+    return (header + content if size <= FRAME_CONTENT_BYTES else header).ljust(FRAME_BYTES, b"\0")
+
+
+def payload_tag(kind: MessageKind, call_id: int) -> int:
+    """The tag under which oversized content and large tensors of a message travel; distinct from `FRAME_TAG`."""
+    return ((call_id << _KIND_BITS | kind) + 1) & ((1 << 62) - 1)

@@ -1,7 +1,7 @@
 """`RemotePeer`: the connection to another rank, with its flow control; `LoopbackPeer`, for calls of the rank itself.
 
 A connection is a group of two, which the transport makes, with a receive posted for the next frame. See [Note: frames]
-and [Note: message order] in `framing.py`.
+in `messages.py`, and [Note: message order] in `receive_queue.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from ferrodist.collectives.arguments import bytes_of
 from ferrodist.collectives.serialization import UnreadableError, decode_value, encode_value
 from ferrodist.errors import (
@@ -24,25 +26,29 @@ from ferrodist.errors import (
     UnsupportedOpError,
     describe_error,
 )
-from ferrodist.rpc.framing import (
+from ferrodist.rpc.large_messages import LargeMessage, TensorPool
+from ferrodist.rpc.messages import (
     FRAME_BYTES,
     FRAME_CONTENT_BYTES,
     FRAME_TAG,
     MAX_CONTENT_BYTES,
+    NO_CALL_ID,
+    REFERENCE_TAG,
+    Call,
+    Content,
     Form,
     Frame,
-    ReceiveQueue,
-    outside_of_modes,
+    MessageKind,
+    pack_call,
     pack_frame,
     payload_tag,
 )
-from ferrodist.rpc.large_messages import LargeMessage, TensorPool
-from ferrodist.rpc.messages import NO_CALL_ID, REFERENCE_TAG, Call, Content, MessageKind, pack_call
+from ferrodist.rpc.receive_queue import ReceiveQueue
+from ferrodist.torch_private.modes import no_modes, num_dispatch_modes, num_function_modes
+from ferrodist.torch_private.tensors import no_torch_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.persistent_recv import PersistentRecv, WaitEvent
@@ -148,7 +154,7 @@ class IncomingCall:
 class MessageHandler(Protocol):
     """Handles the messages of peers, in the threads that receive them; those of one peer in their order.
 
-    Methods must not block: until they return, nothing else is received. `RpcServer` implements this.
+    Methods must not block: until they return, nothing else is received. `MessageDispatcher` implements this.
     """
 
     def on_message(self, peer: Peer, kind: MessageKind, call_id: int, content: Content) -> None:
@@ -253,6 +259,7 @@ class RemotePeer(Peer):
     def start(self) -> None:
         """Receive from now on."""
         try:
+            # Not a socket: it posts a receive for the next frame, and after each one for the one behind it.
             self._frames = self.group.listen(
                 self._group_rank, FRAME_BYTES, self._queue.put, self._disconnected, tag=FRAME_TAG
             )
@@ -433,3 +440,11 @@ class _LargeReceive:
                 self._request = None
         except Exception as error:  # noqa: BLE001 - whatever it is, it was received
             peer._failed(error)
+
+
+def outside_of_modes(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that makes tensors for others, outside of torch's modes: to look costs 0.3 us, to leave 20."""
+    if not (torch.is_inference_mode_enabled() or num_dispatch_modes() or num_function_modes()):
+        return function(*arguments)
+    with torch.inference_mode(False), no_modes(), no_torch_function():
+        return function(*arguments)

@@ -81,7 +81,7 @@ class PeerManager:
         peer = self._peers.get(rank)
         if peer is not None:
             return peer
-        with self._options.executor.making_room():
+        with self._options.executor.waiting(also_in_event_loop=True):
             return self.wait_for(rank, Deadline(timeout), even_if_lost=False)
 
     def wait_for(self, rank: int, deadline: Deadline, *, even_if_lost: bool = True) -> Peer:

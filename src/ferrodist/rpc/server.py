@@ -1,4 +1,4 @@
-"""`RpcServer`: takes all messages of peers. It serves their calls, and hands their responses to the client."""
+"""`MessageDispatcher`: takes all messages of peers; `RpcServer`: serves their calls, and sends the results."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from ferrodist.wording import counted, with_article
 if TYPE_CHECKING:
     from ferrodist.rpc.client import RpcClient
     from ferrodist.rpc.executor import Executor
+    from ferrodist.rpc.statistics import RpcMetrics
 
     InternalHandler = Callable[[IncomingCall, Call], object]
 
@@ -79,15 +80,42 @@ class FunctionRegistry:
         return {function for function in list(self.functions.values()) if isinstance(function, type)}
 
 
-class RpcServer(MessageHandler):
-    """Handles the messages of peers: serves their calls, and hands responses to the client."""
+class MessageDispatcher(MessageHandler):
+    """Handles the messages of peers: their calls are for the server, and responses to this rank's for the client."""
+
+    def __init__(self, server: RpcServer, client: RpcClient) -> None:
+        self._server = server
+        self._client = client
+
+    @override
+    def on_message(self, peer: Peer, kind: MessageKind, call_id: int, content: Content) -> None:
+        if kind is MessageKind.RESULT or kind is MessageKind.FAILURE:
+            self._client.on_response(peer.rank, call_id, kind, content)
+        else:
+            self._server.on_request(peer, kind, call_id, content)
+
+    @override
+    def on_cancelled_message(self, peer: Peer, call_id: int, content: Content) -> None:
+        self._server.refuse_cancelled(peer, call_id, content)
+
+    @override
+    def on_undecodable(self, peer: Peer, kind: MessageKind, call_id: int, error: DistributedError) -> None:
+        failure = Failure(FailureKind.UNDECODABLE, "", str(error), "")
+        if kind in (MessageKind.CALL, MessageKind.INTERNAL_CALL):
+            self._server.refuse(peer, call_id, failure)
+        else:
+            self._client.on_response(peer.rank, call_id, MessageKind.FAILURE, pack_failure(failure))
+
+
+class RpcServer:
+    """Serves the calls of peers, and sends the results."""
 
     def __init__(
         self,
         registry: FunctionRegistry,
         executor: Executor,
         codec: ValueCodec,
-        client: RpcClient,
+        metrics: RpcMetrics,
         *,
         max_outstanding: int,
         timeout: float,
@@ -95,7 +123,7 @@ class RpcServer(MessageHandler):
         self.registry = registry
         self._executor = executor
         self._codec = codec
-        self._client = client
+        self._metrics = metrics
         self._max_incoming = 2 * max_outstanding + _MAX_INTERNAL_CALLS
         self._timeout = timeout
         self._internal: dict[str, InternalHandler] = {}
@@ -115,10 +143,10 @@ class RpcServer(MessageHandler):
         """Send no more failures: what fails now does so as the agent closes, which callers are about to learn."""
         self._is_closing = True
 
-    # Messages; see `MessageHandler`.
+    # Messages.
 
-    @override
-    def on_message(self, peer: Peer, kind: MessageKind, call_id: int, content: Content) -> None:
+    def on_request(self, peer: Peer, kind: MessageKind, call_id: int, content: Content) -> None:
+        """Take a call or a notice, or cancel a call."""
         if kind is MessageKind.CALL or kind is MessageKind.INTERNAL_CALL:
             incoming = IncomingCall(peer, call_id, content)
             if self._accept(incoming):
@@ -126,27 +154,22 @@ class RpcServer(MessageHandler):
                 serve(incoming)
         elif kind is MessageKind.NOTICE:
             self._serve_internal(IncomingCall(peer, None, content))
-        elif kind is MessageKind.CANCEL:
+        else:
+            assert kind is MessageKind.CANCEL
             call = peer.incoming.get(call_id)
             if call is not None:
                 call.cancel()
-        else:  # the result or failure of a call that this rank made
-            self._client.on_response(peer.rank, call_id, kind, content)
 
-    @override
-    def on_cancelled_message(self, peer: Peer, call_id: int, content: Content) -> None:
+    def refuse_cancelled(self, peer: Peer, call_id: int, content: Content) -> None:
+        """Refuse a call that was cancelled while its tensors were on their way."""
         self._discard(peer, content)
-        self._client.metrics.count("failed")
+        self._metrics.count("failed")
         text = "the call's tensors were on their way until its caller had given up"
         self._send_response(peer, call_id, Failure(FailureKind.EXPIRED, "", text, ""))
 
-    @override
-    def on_undecodable(self, peer: Peer, kind: MessageKind, call_id: int, error: DistributedError) -> None:
-        failure = Failure(FailureKind.UNDECODABLE, "", str(error), "")
-        if kind in (MessageKind.CALL, MessageKind.INTERNAL_CALL):
-            self._send_response(peer, call_id, failure)
-        else:
-            self._client.on_response(peer.rank, call_id, MessageKind.FAILURE, pack_failure(failure))
+    def refuse(self, peer: Peer, call_id: int, failure: Failure) -> None:
+        """Answer a call that was not taken."""
+        self._send_response(peer, call_id, failure)
 
     def _accept(self, incoming: IncomingCall) -> bool:
         """Add a call to those of its peer; refuse it if they are too many."""
@@ -291,7 +314,7 @@ class RpcServer(MessageHandler):
     def respond(self, incoming: IncomingCall, value: Any) -> None:
         """Answer a call with a value or a `Failure`; does not raise."""
         if incoming.is_submitted:
-            self._client.metrics.count("failed" if isinstance(value, Failure) else "served")
+            self._metrics.count("failed" if isinstance(value, Failure) else "served")
         try:
             if incoming.on_result is not None:
                 value = incoming.on_result(value)

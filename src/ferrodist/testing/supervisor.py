@@ -1,4 +1,4 @@
-"""The life of a test's ranks, be they threads or processes: their program, their supervision, their failures.
+"""Supervises a test's ranks, threads or processes: waits for events, finds the first failure, stops the rest.
 
 `RankProgram` is the work of one rank: open the group, run the function, wait for the others, close. A group is closed
 only when every rank's function has ended, or its own has failed. So a rank that is done early is still there for the

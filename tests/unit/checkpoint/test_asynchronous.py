@@ -18,7 +18,7 @@ from ferrodist.checkpoint import (
     list_checkpoints,
     load_distributed,
 )
-from ferrodist.checkpoint.storage.local_writer import LocalWriter
+from ferrodist.checkpoint.storage.local_writer import LocalFileWriter
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -34,16 +34,16 @@ class _Gate:
         self.is_open = threading.Event()
         self.error: OSError | None = None
         self.started = threading.Semaphore(0)
-        original = LocalWriter.close
+        original = LocalFileWriter.close
 
-        def close(writer: LocalWriter) -> None:
+        def close(writer: LocalFileWriter) -> None:
             self.started.release()
             assert self.is_open.wait(30)
             if self.error is not None and "safetensors" in writer.path.name:
                 raise self.error
             original(writer)
 
-        monkeypatch.setattr(LocalWriter, "close", close)
+        monkeypatch.setattr(LocalFileWriter, "close", close)
 
 
 @pytest.fixture

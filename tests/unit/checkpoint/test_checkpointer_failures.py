@@ -14,7 +14,7 @@ import ferrodist as fd
 from ferrodist.checkpoint import AsyncCheckpointer, DistCheckpointError, load_distributed, save
 from ferrodist.checkpoint.async_checkpointer import StagingBuffer
 from ferrodist.checkpoint.storage.local import LocalStorage
-from ferrodist.checkpoint.storage.local_writer import LocalWriter
+from ferrodist.checkpoint.storage.local_writer import LocalFileWriter
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -101,13 +101,13 @@ def test_two_failures_are_reported_one_after_the_other(tmp_path: Path, monkeypat
     _fail_steps(monkeypatch, 1, 2)
     checkpointer = AsyncCheckpointer(tmp_path, queue=5)
     gate = threading.Event()
-    close = LocalWriter.close
+    close = LocalFileWriter.close
 
-    def close_late(writer: LocalWriter) -> None:
+    def close_late(writer: LocalFileWriter) -> None:
         assert gate.wait(30)
         close(writer)
 
-    monkeypatch.setattr(LocalWriter, "close", close_late)
+    monkeypatch.setattr(LocalFileWriter, "close", close_late)
     for step in (1, 2, 3):
         checkpointer.save_async({"a": torch.ones(3)}, step)
     gate.set()
@@ -120,13 +120,13 @@ def test_two_failures_are_reported_one_after_the_other(tmp_path: Path, monkeypat
 def test_a_queue_that_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No save waits for another as long as fewer are under way than may be."""
     gate = threading.Event()
-    close = LocalWriter.close
+    close = LocalFileWriter.close
 
-    def close_late(writer: LocalWriter) -> None:
+    def close_late(writer: LocalFileWriter) -> None:
         assert gate.wait(30)
         close(writer)
 
-    monkeypatch.setattr(LocalWriter, "close", close_late)
+    monkeypatch.setattr(LocalFileWriter, "close", close_late)
     with AsyncCheckpointer(tmp_path, queue=5) as checkpointer:
         futures = [checkpointer.save_async({"a": torch.ones(3)}, step) for step in range(6)]
         assert not any(future.done() for future in futures)
@@ -144,7 +144,7 @@ def test_a_failed_save_releases_its_memory(
     def fail(*_: object) -> None:
         raise OSError(28, "no room")
 
-    monkeypatch.setattr(save, "write_file", fail)
+    monkeypatch.setattr(save, "write_safetensors", fail)
     saves = AsyncCheckpointer(tmp_path)
     memory = weakref.ref(saves._free[0])
     future = saves.save_async({"a": torch.zeros(1000)}, 1)

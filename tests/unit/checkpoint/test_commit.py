@@ -24,7 +24,7 @@ from ferrodist.checkpoint import (
 from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME
 from ferrodist.checkpoint.storage import RemoteStorage, local
 from ferrodist.checkpoint.storage.local import LocalStorage
-from ferrodist.checkpoint.storage.local_writer import LocalWriter
+from ferrodist.checkpoint.storage.local_writer import LocalFileWriter
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def test_no_room_for_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     before = _names(path) if path.exists() else None
     create = LocalStorage.create
 
-    def fail(storage: LocalStorage, save_id: str, name: str, size_bytes: int) -> LocalWriter:
+    def fail(storage: LocalStorage, save_id: str, name: str, size_bytes: int) -> LocalFileWriter:
         if name == INDEX_NAME:
             raise OSError(28, "No space left on device")
         return create(storage, save_id, name, size_bytes)
@@ -188,20 +188,20 @@ def test_a_damaged_manifest_is_saved_over(tmp_path: Path) -> None:
 def test_an_unfinished_manifest_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill leaves it under another name, and the next save removes that file."""
 
-    def die(writer: LocalWriter) -> None:
+    def die(writer: LocalFileWriter) -> None:
         del writer
 
     with monkeypatch.context() as patch:
-        close = LocalWriter.close
+        close = LocalFileWriter.close
 
-        def close_or_die(writer: LocalWriter) -> None:
+        def close_or_die(writer: LocalFileWriter) -> None:
             close(writer)
             if MANIFEST_NAME in writer.path.name:
-                patch.setattr(LocalWriter, "discard", die)
+                patch.setattr(LocalFileWriter, "discard", die)
                 patch.setattr(LocalStorage, "discard", lambda *_: None)
                 raise KeyboardInterrupt
 
-        patch.setattr(LocalWriter, "close", close_or_die)
+        patch.setattr(LocalFileWriter, "close", close_or_die)
         with pytest.raises(KeyboardInterrupt):
             _save(tmp_path)
     assert len(_names(tmp_path)) > 1

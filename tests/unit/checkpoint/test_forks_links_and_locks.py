@@ -23,7 +23,7 @@ from ferrodist.checkpoint import (
 )
 from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME
 from ferrodist.checkpoint.storage import LocalStorage, RemoteStorage, local, local_writer, open_storage
-from ferrodist.checkpoint.storage.local_writer import LocalWriter
+from ferrodist.checkpoint.storage.local_writer import LocalFileWriter
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 def test_a_forked_child_has_buffers_of_its_own(tmp_path: Path) -> None:
     """A child's buffers never get into its parent's files, nor the parent's into the child's."""
     size = 3 << 20
-    first = LocalWriter(tmp_path / "first", size)
+    first = LocalFileWriter(tmp_path / "first", size)
     first.write(memoryview(bytes(size)))
     first.close()
-    parent = LocalWriter(tmp_path / "parent", size)
+    parent = LocalFileWriter(tmp_path / "parent", size)
     parent.write(memoryview(b"p" * (size - 1)))
     child = os.fork()
     if not child:
-        writer = LocalWriter(tmp_path / "child", size)
+        writer = LocalFileWriter(tmp_path / "child", size)
         writer.write(memoryview(b"c" * size))
         parent.write(memoryview(b"c"))  # in its own copy of the buffer
         os._exit(0)
@@ -77,7 +77,7 @@ def test_two_writes_that_are_refused_at_once(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(local_writer.os, "pwrite", refuse)
     data = os.urandom(2 * local_writer._BUFFER_BYTES)
-    writer = LocalWriter(tmp_path / "file", len(data))
+    writer = LocalFileWriter(tmp_path / "file", len(data))
     if not writer._is_direct:
         writer.discard()
         pytest.skip("this file system has no direct writes, so that there is one thread")

@@ -17,7 +17,7 @@ import torch
 
 from ferrodist.checkpoint import DistCheckpointError, load_distributed, save_distributed
 from ferrodist.checkpoint.storage import local_writer
-from ferrodist.checkpoint.storage.local_writer import LocalWriter
+from ferrodist.checkpoint.storage.local_writer import LocalFileWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,7 +115,7 @@ def test_any_size_in_any_steps(tmp_path: Path) -> None:
     draw = random.Random(0)
     for size in (1 << 20, (1 << 20) + 1, (4 << 20) - 1, 4 << 20, (4 << 20) + 4096, (8 << 20) + 4097, (9 << 20) + 8):
         data = draw.randbytes(size)
-        writer = LocalWriter(tmp_path / "file", size)
+        writer = LocalFileWriter(tmp_path / "file", size)
         left = memoryview(data)
         while left:
             step = draw.choice([1, 7, 4096, 65_537, 1 << 20, 5 << 20])

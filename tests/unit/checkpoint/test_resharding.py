@@ -15,7 +15,7 @@ from ferrodist.checkpoint.storage import LocalStorage
 from ferrodist.checkpoint.tools.diff import compare
 from ferrodist.checkpoint.tools.reshard import reshard
 from ferrodist.checkpoint.tools.verify import verify
-from ferrodist.checkpoint.writer import FileStream
+from ferrodist.checkpoint.writer import SafetensorsWriter
 from ferrodist.collectives.arguments import compute_shard_sizes
 from ferrodist.errors import DistCheckpointError
 from ferrodist.testing import run_ranks
@@ -197,7 +197,7 @@ def test_full_disk(sharded, tmp_path, monkeypatch):
     """A storage that refuses half-way leaves what was there, and is told in one sentence."""
     new = save_whole(tmp_path / "new", {"older": torch.ones(3)})
     before = names_in(new)
-    add, calls = FileStream.add, []
+    add, calls = SafetensorsWriter.add, []
 
     def fail(self, span, data):
         calls.append(span)
@@ -205,7 +205,7 @@ def test_full_disk(sharded, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         add(self, span, data)
 
-    monkeypatch.setattr(FileStream, "add", fail)
+    monkeypatch.setattr(SafetensorsWriter, "add", fail)
     with pytest.raises(DistCheckpointError, match=r"could not write a checkpoint at .*new: .*No space left"):
         reshard(sharded, new, num_ranks=4)
     assert names_in(new) == before

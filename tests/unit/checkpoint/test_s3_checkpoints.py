@@ -24,7 +24,7 @@ from ferrodist.checkpoint import (
     verify,
 )
 from ferrodist.checkpoint.storage import remote
-from ferrodist.checkpoint.storage.remote import RemoteStorage, RemoteWriter
+from ferrodist.checkpoint.storage.remote import RemoteFileWriter, RemoteStorage
 from ferrodist.errors import DistCheckpointError, PeerLostError, RankFailedError
 from ferrodist.testing import run_ranks
 
@@ -350,7 +350,7 @@ def test_rank_0_is_killed_at_a_request(server, url, folder, method, is_after):
 
 def kill_after(num_bytes):
     """Have this process end when it has written so much."""
-    write, sent = RemoteWriter.write, []
+    write, sent = RemoteFileWriter.write, []
 
     def write_and_die(writer, data):
         write(writer, data)
@@ -358,7 +358,7 @@ def kill_after(num_bytes):
         if sum(sent) > num_bytes:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    RemoteWriter.write = write_and_die
+    RemoteFileWriter.write = write_and_die
 
 
 def test_checkpoints_beside_each_other(server):

@@ -19,7 +19,7 @@ from ferrodist.checkpoint import load_distributed, save_distributed, verify
 from ferrodist.checkpoint.commit import remove_uncommitted, stale_files
 from ferrodist.checkpoint.storage import LocalStorage, RemoteStorage, local_writer, open_storage, remote
 from ferrodist.checkpoint.storage.base import describe_process
-from ferrodist.checkpoint.storage.local_writer import LocalWriter
+from ferrodist.checkpoint.storage.local_writer import LocalFileWriter
 from ferrodist.errors import DistCheckpointError
 
 SAVE = "0123456789ab"
@@ -504,16 +504,16 @@ def test_buffers_of_failed_writes_are_not_shared(tmp_path, monkeypatch):
 
     for number in range(3):
         monkeypatch.setattr(local_writer, "_write_all", fail)
-        writer = LocalWriter(tmp_path / f"bad{number}", len(data))
+        writer = LocalFileWriter(tmp_path / f"bad{number}", len(data))
         with pytest.raises(OSError, match="a bad disk"):
             writer.write(data)
         writer.discard()
         monkeypatch.setattr(local_writer, "_write_all", original)
-        writer = LocalWriter(tmp_path / f"good{number}", len(data))
+        writer = LocalFileWriter(tmp_path / f"good{number}", len(data))
         writer.write(data)
         writer.close()
         assert len({id(buffer) for buffer in local_writer._spare_buffers}) == len(local_writer._spare_buffers)
-    writers = [LocalWriter(tmp_path / f"file{number}", len(data)) for number in range(2)]
+    writers = [LocalFileWriter(tmp_path / f"file{number}", len(data)) for number in range(2)]
     for number, writer in enumerate(writers):
         writer.write(memoryview(bytes([number + 1])))
     for number, writer in enumerate(writers):

@@ -5,9 +5,8 @@ from collections import deque
 import torch
 
 from ferrodist.collectives.serialization import PackedValue
-from ferrodist.rpc.framing import FRAME_BYTES, Form, pack_frame
 from ferrodist.rpc.large_messages import TensorPool
-from ferrodist.rpc.messages import MessageKind
+from ferrodist.rpc.messages import FRAME_BYTES, Form, MessageKind, pack_frame
 from ferrodist.rpc.peer import PeerOptions, RemotePeer
 
 LARGE = b"x" * FRAME_BYTES

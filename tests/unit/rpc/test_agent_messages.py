@@ -109,7 +109,7 @@ def test_cancelled_before_its_tensors_arrived(make, kind):
     if kind is MessageKind.INTERNAL_CALL:
         call = Call(CREATE, ((1, 0, agent._rrefs._agent_token, 99), "take", (1,), {}), {})
     content, _ = agent._rrefs.pack(1, pack_call, call)
-    other._server.on_cancelled_message(peer, 99, content)
+    other._dispatcher.on_cancelled_message(peer, 99, content)
     ((answer, number, text),) = answers
     del peer.send
     assert (answer, number) == (MessageKind.FAILURE, 99)

@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ferrodist.collectives.serialization import PackedValue
 from ferrodist.errors import ProtocolError
-from ferrodist.rpc.framing import FRAME_BYTES
-from ferrodist.rpc.messages import MessageKind
+from ferrodist.rpc.messages import FRAME_BYTES, MessageKind
 
 HEAD = struct.Struct("<BBHIQ")
 

@@ -1,4 +1,4 @@
-"""The order in which a connection's messages are handled; see [Note: message order] in `framing.py`."""
+"""The order in which a connection's messages are handled; see [Note: message order] in `receive_queue.py`."""
 
 import pytest
 from peer_pair import LARGE, PeerPair, large_value

@@ -405,7 +405,7 @@ def test_messages_received_after_a_rank_was_lost(make):
     before = agent._peers._peers[1]
     identity = (0, 1, other._rrefs._agent_token, 99)
     content, _ = other._rrefs.pack(0, pack_call, Call(CREATE, (identity, "echo", (1,), {}), {}))
-    agent._server.on_message(before, MessageKind.INTERNAL_CALL, 99, content)
+    agent._dispatcher.on_message(before, MessageKind.INTERNAL_CALL, 99, content)
     assert agent.num_references().for_others == 1
     other.close()
     with pytest.raises(PeerLostError):
@@ -413,7 +413,7 @@ def test_messages_received_after_a_rank_was_lost(make):
     patience = Deadline(_PATIENCE)
     while agent.num_references().for_others and not patience.expired:
         threading.Event().wait(0.005)
-    agent._server.on_message(before, MessageKind.INTERNAL_CALL, 99, content)
+    agent._dispatcher.on_message(before, MessageKind.INTERNAL_CALL, 99, content)
     assert agent.num_references().for_others == 0
 
 

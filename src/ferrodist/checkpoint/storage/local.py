@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from ferrodist.checkpoint.storage.base import DEAD_AFTER_SECONDS, MAX_SMALL_FILE_BYTES, Storage, system_id
-from ferrodist.checkpoint.storage.local_writer import LocalWriter
+from ferrodist.checkpoint.storage.local_writer import LocalFileWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -75,12 +75,12 @@ class LocalStorage(Storage):
         _sync_folder(self.path)
 
     @override
-    def create(self, save_id: str, name: str, size_bytes: int) -> LocalWriter:
+    def create(self, save_id: str, name: str, size_bytes: int) -> LocalFileWriter:
         staging = self._staging_path(save_id)
         if not staging.is_dir():
             what = "rank 0 has made this folder, and it isn't here: all ranks must see one disk, and save to it in turn"
             raise FileNotFoundError(errno.ENOENT, what, str(staging))
-        return LocalWriter(staging / name, size_bytes)
+        return LocalFileWriter(staging / name, size_bytes)
 
     @override
     @contextlib.contextmanager
@@ -109,7 +109,7 @@ class LocalStorage(Storage):
     @override
     def put(self, name: str, data: bytes) -> None:
         staging = self._staging_path(f"{name}-{uuid.uuid4().hex}")
-        writer = LocalWriter(staging, len(data))
+        writer = LocalFileWriter(staging, len(data))
         try:
             writer.write(memoryview(data))
             writer.close()

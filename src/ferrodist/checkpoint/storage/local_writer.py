@@ -37,7 +37,7 @@ _direct_slots = threading.BoundedSemaphore(2)
 """The number of files that may be written directly at a time; others go through the page cache."""
 
 
-class LocalWriter(FileWriter):
+class LocalFileWriter(FileWriter):
     """A `FileWriter` of a local file."""
 
     def __init__(self, path: Path, size_bytes: int) -> None:

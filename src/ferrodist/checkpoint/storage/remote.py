@@ -113,7 +113,7 @@ def is_refusal(error: OSError) -> bool:
     return isinstance(error, _REFUSAL_CLASSES)
 
 
-class RemoteWriter(FileWriter):
+class RemoteFileWriter(FileWriter):
     """A `FileWriter` that sends a file part by part; in object stores the file appears when it is closed."""
 
     def __init__(self, fs: Any, path: str, where: str, part_bytes: int) -> None:
@@ -204,10 +204,10 @@ class RemoteStorage(Storage):
         self._uncommitted = save_id
 
     @override
-    def create(self, save_id: str, name: str, size_bytes: int) -> RemoteWriter:
+    def create(self, save_id: str, name: str, size_bytes: int) -> RemoteFileWriter:
         assert save_id_of(name) == save_id, "names of files that are not staged have the save's id"
         part_bytes = max(_PART_BYTES, size_bytes // _MAX_PARTS + 1)
-        return RemoteWriter(self._fs, self._path(name), self._where(name), part_bytes)
+        return RemoteFileWriter(self._fs, self._path(name), self._where(name), part_bytes)
 
     @override
     def exclusive(self, deadline: Deadline) -> AbstractContextManager[None]:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ferrodist.arguments import check_int, check_type
-from ferrodist.checkpoint.commit import check_owned, commit, make_manifest
+from ferrodist.checkpoint.commit import commit, make_manifest
 from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.format.tree import child_nodes, split_node
+from ferrodist.checkpoint.save import check_owned
 from ferrodist.checkpoint.save_plan import (
     DEFAULT_FILE_BYTES,
     BoxReport,
@@ -32,7 +33,7 @@ from ferrodist.checkpoint.save_plan import (
     plan_save,
     write_order,
 )
-from ferrodist.checkpoint.writer import FileStream, row_major_bytes
+from ferrodist.checkpoint.writer import SafetensorsWriter, row_major_bytes
 from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
 from ferrodist.deadline import Deadline, default_timeout
 from ferrodist.errors import DistCheckpointError
@@ -171,7 +172,8 @@ def rewrite(
         del reports
         storage.begin(save_id)
         files = [
-            [FileStream(storage, save_id, file, plan.tensors) for file in files_of_rank] for files_of_rank in plan.files
+            [SafetensorsWriter(storage, save_id, file, plan.tensors) for file in files_of_rank]
+            for files_of_rank in plan.files
         ]
         # Files in an object store take memory while they are open.
         max_open = _MAX_OPEN_FILES if storage.is_staged else max(1, options.max_memory_bytes // 2 // _UPLOAD_BYTES)
@@ -237,7 +239,11 @@ def _per_rank_keys(tree: Any) -> dict[str, int]:
 
 
 def _write(
-    source_state: RewriteSource, plan: SavePlan, files: list[list[FileStream]], max_open: int, options: RewriteOptions
+    source_state: RewriteSource,
+    plan: SavePlan,
+    files: list[list[SafetensorsWriter]],
+    max_open: int,
+    options: RewriteOptions,
 ) -> None:
     sizes = {key: dtype_from_name(tensor.dtype).itemsize for key, tensor in plan.tensors.items()}
     order = write_order(plan.tensors)
@@ -247,7 +253,7 @@ def _write(
     block_bytes = min(ROW_BLOCK_BYTES, options.max_memory_bytes // 4)
     for first in range(0, len(files), max_open):
         streams = [stream for each in files[first : first + max_open] for stream in each]
-        consumers: dict[str, list[tuple[Span, FileStream]]] = {}
+        consumers: dict[str, list[tuple[Span, SafetensorsWriter]]] = {}
         for file in streams:
             for span in file.plan.spans:
                 consumers.setdefault(span.key, []).append((span, file))
@@ -264,7 +270,7 @@ def _write(
 
 
 def _write_rows(
-    source: BoxSource, key: str, dtype: str, rows: Box, consumers: Sequence[tuple[Span, FileStream]]
+    source: BoxSource, key: str, dtype: str, rows: Box, consumers: Sequence[tuple[Span, SafetensorsWriter]]
 ) -> int:
     """Write a block of rows to each file that needs a part of it; return the number of bytes."""
     tensor: torch.Tensor | None = None

@@ -5,7 +5,8 @@
     ddp.py             DDP, the wrapper                         config.py        its options, checked
     autograd_hooks.py  a gradient is ready; unused parameters   model_sync.py    ranks begin with one model
     reducer.py         Reducer, and the round of one backward   join.py          ranks with fewer batches
-    bucket.py          GradientBucket: memory, allreduce        comm_hooks/      compression of gradients
+    bucket.py          GradientBucket: memory, allreduce        fingerprints.py  models and buckets told apart
+    comm_hooks/        compression of gradients
 """
 
 from ferrodist.parallel.ddp import comm_hooks

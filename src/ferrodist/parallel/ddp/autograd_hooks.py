@@ -3,7 +3,13 @@
 [Note: order of hooks]
 DDP hooks the AccumulateGrad node of a parameter, which runs after all hooks on the parameter itself: changes that these
 make to a gradient are part of it. Autograd makes another node for a parameter whose dtype was changed, even if it was
-changed back: a hook on the parameter itself notices that.
+changed back: a hook on the parameter itself notices that. So each parameter has two hooks:
+
+    on_parameter   a hook on the parameter     called whichever node has accumulated the gradient; later hooks may still
+                                               change that
+    on_node        a hook on the node          called last, with the final gradient; not called by a node made anew
+
+A parameter with a call of the first but none of the second has a new node (`ParameterHooks.missed_hooks`).
 """
 
 from __future__ import annotations
@@ -25,32 +31,8 @@ if TYPE_CHECKING:
 _REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 
 
-def find_unused_parameters(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> frozenset[int]:
-    """Return the `id` of each parameter that no output depends on, in a walk of the whole graph.
-
-    Nothing without outputs, and behind re-entrant checkpoints, whose graphs are made during backward.
-    """
-    if not outputs:
-        return frozenset()
-    reached = {id(output) for output in outputs if output.grad_fn is None}
-    seen = set()
-    queue = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    while queue:
-        node = queue.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name() == _REENTRANT_CHECKPOINT:
-            return frozenset()
-        leaf = getattr(node, "variable", None)  # AccumulateGrad nodes have one
-        if leaf is not None:
-            reached.add(id(leaf))
-        queue.extend(child for child, _ in node.next_functions if child is not None)
-    return frozenset(map(id, parameters)) - reached
-
-
 class ParameterHooks:
-    """Hooks on parameters, removed when this object is collected; see [Note: order of hooks].
+    """Two hooks on each parameter, one on its node, removed with this object; see [Note: order of hooks].
 
     The latest object that hooks a parameter *owns* it. Neither callback may hold this object. ``on_accumulated`` is
     called when a gradient has been accumulated, before later hooks, which may still change it; ``on_ready`` with the
@@ -120,3 +102,27 @@ class ParameterHooks:
 
 
 _owners = WeakIdKeyDictionary()  # for each parameter a weak reference to its owner
+
+
+def find_unused_parameters(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> frozenset[int]:
+    """Return the `id` of each parameter that no output depends on, in a walk of the whole graph.
+
+    Nothing without outputs, and behind re-entrant checkpoints, whose graphs are made during backward.
+    """
+    if not outputs:
+        return frozenset()
+    reached = {id(output) for output in outputs if output.grad_fn is None}
+    seen = set()
+    queue = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    while queue:
+        node = queue.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == _REENTRANT_CHECKPOINT:
+            return frozenset()
+        leaf = getattr(node, "variable", None)  # AccumulateGrad nodes have one
+        if leaf is not None:
+            reached.add(id(leaf))
+        queue.extend(child for child, _ in node.next_functions if child is not None)
+    return frozenset(map(id, parameters)) - reached

@@ -17,13 +17,14 @@ import torch
 
 from ferrodist.arguments import check_bool, check_type
 from ferrodist.backends.process_group import resolve_group
+from ferrodist.backends.weak import weak_method
 from ferrodist.collectives.arguments import check_root
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, add_error_context
-from ferrodist.parallel.backward_hooks import current_backward_id, find_outputs, weak_method
+from ferrodist.parallel.backward_hooks import current_backward_id, find_outputs
 from ferrodist.parallel.ddp.autograd_hooks import find_unused_parameters
-from ferrodist.parallel.ddp.bucket import CommHook, model_title, register_model
 from ferrodist.parallel.ddp.config import Options
+from ferrodist.parallel.ddp.fingerprints import model_title, register_model
 from ferrodist.parallel.ddp.join import Event, Join
 from ferrodist.parallel.ddp.model_sync import broadcast_tensors, check_supported, verify_module
 from ferrodist.parallel.ddp.reducer import Reducer
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ferrodist.backends.base import Backend
+    from ferrodist.parallel.ddp.bucket import CommHook
 
 
 class DDP(TransparentWrapper, Generic[WrappedModule]):
@@ -274,7 +276,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
             group=self._group,
             title=self._title(),
             broadcast_buffers=partial(self._broadcast_buffers, "Before forward"),
-            reduce_without_batch=lambda: self._refresh_reducer().reduce(is_joined=True),
+            reduce_without_batch=lambda: self._refresh_reducer().finish_round(is_joined=True),
             broadcast_model=self.broadcast_parameters,
             divides_by_all=divide_by_initial_world_size,
             raises_early=throw_on_early_termination,
@@ -302,13 +304,13 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
             DistributedError: Communication between the ranks failed. The group has failed.
         """
         limit = None if timeout is None else check_timeout(timeout)
-        self._refresh_reducer().reduce(limit, one_by_one=True)
+        self._refresh_reducer().finish_round(limit, one_by_one=True)
 
     @torch.inference_mode(mode=False)
     def overlapped_sync_gradients(self, *, timeout: float | None = None) -> None:
         """`sync_gradients` with all buckets under way at once: one is copied while others travel."""
         limit = None if timeout is None else check_timeout(timeout)
-        self._refresh_reducer().reduce(limit)
+        self._refresh_reducer().finish_round(limit)
 
     def broadcast_parameters(self, root: int = 0, *, timeout: float | None = None) -> None:
         """Overwrite every rank's parameters and buffers, in place, with those of rank ``root``.
@@ -378,7 +380,7 @@ class DDP(TransparentWrapper, Generic[WrappedModule]):
         trainable = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         reducer = Reducer(trainable, self._group, self._options, model_id=self._model_id)
         if self._options.broadcast_buffers:
-            reducer.after_round = weak_method(self, DDP._broadcast_buffers, "After backward")
+            reducer.after_round = weak_method(self._broadcast_buffers, "After backward")
         return reducer
 
     def _get_reducer(self) -> Reducer:

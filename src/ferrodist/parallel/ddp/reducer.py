@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.backends.weak import weak_method
 from ferrodist.collectives.all_gather import all_gather
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.errors import (
@@ -57,9 +58,10 @@ from ferrodist.errors import (
     describe_error,
     ranks_text,
 )
-from ferrodist.parallel.backward_hooks import check_dense, current_backward_id, hook_gradients, weak_method
+from ferrodist.parallel.backward_hooks import check_dense, current_backward_id, hook_gradients
 from ferrodist.parallel.ddp.autograd_hooks import ParameterHooks
-from ferrodist.parallel.ddp.bucket import compute_bucket_assignment, make_buckets, model_title
+from ferrodist.parallel.ddp.bucket import compute_bucket_assignment, make_buckets
+from ferrodist.parallel.ddp.fingerprints import model_title
 from ferrodist.torch_private.autograd import queue_callback, version_of
 from ferrodist.wording import counted
 
@@ -167,7 +169,7 @@ class Reducer:
         self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, options: Options, *, model_id: int
     ) -> None:
         self.parameters = tuple(parameters.values())
-        self.is_syncing = options.overlap_comm  # True if backward averages gradients; otherwise only `reduce` does
+        self.is_syncing = options.overlap_comm  # True if backward averages gradients; else `DDP.sync_gradients` does
         self.before_round: Callable[[], tuple[int, float]] | None = None
         """In `DDP.join`: announces a round, and returns a rank that has a batch and the factor for averages."""
         self.after_round: Callable[[int], None] | None = None
@@ -185,8 +187,8 @@ class Reducer:
         self._positions = list(range(len(self._ordered)))  # by param_id
         self.hooks = ParameterHooks(
             reverse,
-            weak_method(self, Reducer.on_accumulated),
-            weak_method(self, Reducer.on_ready),
+            weak_method(self.on_accumulated),
+            weak_method(self.on_ready),
             title=self._title,
         )
 
@@ -209,12 +211,12 @@ class Reducer:
         self._locations = [locations[position] for position in range(len(self._ordered))]
         self._round = BackwardRound([index for index, _ in self._locations], is_static=self._options.static_graph)
 
-    def reduce(self, timeout: float | None = None, *, one_by_one: bool = False, is_joined: bool = False) -> None:
-        """Close the round, or run a complete one: on return every gradient is the mean over the ranks.
+    def finish_round(self, timeout: float | None = None, *, one_by_one: bool = False, is_joined: bool = False) -> None:
+        """Wait for all buckets and close the round; on return every gradient is the mean over the ranks.
 
-        Called at the end of a backward (`_on_backward_end`), by `DDP.sync_gradients`, and in a join.
-        With ``one_by_one`` a bucket starts when the one before it has ended. An ``is_joined`` rank has no batch, and
-        only helps the others.
+        Buckets that have not started are started first, which are all of them if no round is open. Called at the end of
+        a backward (`_on_backward_end`), by `DDP.sync_gradients`, and in a join. With ``one_by_one`` a bucket starts
+        when the one before it has ended. An ``is_joined`` rank has no batch, and only helps the others.
         """
         self._count_missed()
         with self._abort_on_error():
@@ -265,7 +267,7 @@ class Reducer:
             # After several forwards a parameter is unused if none of them uses it.
             self._round.unused = positions & self._round.unused if self._has_forwards else positions
             self._has_forwards = True
-        hook = weak_method(self, Reducer._on_output_gradient)
+        hook = weak_method(self._on_output_gradient)
         hook_gradients([output for output in outputs if not output.is_leaf], hook)
 
     def _on_output_gradient(self, _: torch.Tensor) -> None:
@@ -283,6 +285,13 @@ class Reducer:
             self._fail_round()
         if self._ordered and self._round.enter(self._on_backward_end):
             self._round.versions = self._read_versions()
+
+    def _on_backward_end(self) -> None:
+        self._count_missed()
+        if self._round.counts:
+            self.finish_round()
+        else:  # torch.autograd.grad, which accumulates no gradients of parameters
+            self._reset_round(is_complete=False)
 
     def on_accumulated(self) -> None:
         """Autograd has accumulated a gradient, which later hooks on the parameter may still change."""
@@ -431,13 +440,6 @@ class Reducer:
         """Count the gradients that arrived without `on_ready`."""
         for param_id in self.hooks.missed_hooks():
             self._round.count_gradient(self._positions[param_id])
-
-    def _on_backward_end(self) -> None:
-        self._count_missed()
-        if self._round.counts:
-            self.reduce()
-        else:  # torch.autograd.grad, which accumulates no gradients of parameters
-            self._reset_round(is_complete=False)
 
     def _fail_round(self) -> None:
         """End the round of a backward that failed."""

@@ -7,7 +7,7 @@
     scheduler.py       hooks: what to gather, free, reduce      backward_plan.py     the backward's order, as data
     unit.py            Unit, gathered and reduced together      flat_param.py        its parameters and gradients
     flat_layout.py     offsets of parameters and shards         flat_memory.py       shared memory of one host
-    flat_shard.py      shards as tensors, for torch's norms     dtensor_params.py    parameters that are DTensors
+    shard_tensors.py   shards as tensors, for torch's norms     dtensor_params.py    parameters that are DTensors
     clip_grad.py       norms of sharded gradients               state_dict.py        the model's state dict
     layout_ids.py      ids that tell layouts apart              optim_state_dict.py  the optimizer's state dict
     forward_methods.py methods such as generate                 method_rounds.py     gathers that ranks agree on in them

@@ -43,15 +43,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 - to_local() is differentiable
 
 
-def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Wrap a local tensor as a DTensor, in its own dtype."""
+def wrap_detached(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Wrap a local tensor as a DTensor, in its own dtype and without its history."""
     local_spec = DTensorSpec.make(spec.mesh, spec.placements, spec.shape, local.dtype)
-    return DTensor._wrap(local, local_spec)  # noqa: SLF001 - from_local() is differentiable, and would hold the history
+    return DTensor._wrap(local, local_spec)  # noqa: SLF001 - from_local() and wrap_local() are differentiable
 
 
 def full_tensor(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
     """The full tensor of a local one; every rank of the spec's mesh calls this. Without a spec the tensor itself."""
-    return local if spec is None else wrap_local(local, spec).full_tensor()
+    return local if spec is None else wrap_detached(local, spec).full_tensor()
 
 
 def slice_local(full: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:

@@ -94,8 +94,11 @@ class GradientBuffer:
         self._memory = self._allocate(size_bytes)
         self._release: Callable[[], None] | None = None
 
-    def acquire(self, numel: int, dtype: torch.dtype, release: Callable[[], None]) -> torch.Tensor:
-        """The memory, once its previous user has released it; ``release`` waits until it is not needed any more."""
+    def acquire_after_previous(self, numel: int, dtype: torch.dtype, release: Callable[[], None]) -> torch.Tensor:
+        """Call the previous user's ``release``, which waits for its collective, and return the memory.
+
+        The next user, or nobody, calls ``release`` of this one.
+        """
         previous, self._release = self._release, None
         if previous is not None:
             previous()

@@ -3,7 +3,9 @@
     shard --all_gather--> full ==forward, backward==> full.grad
     full.grad --fill rows--> buffer --reduce_scatter--> this rank's row --replicas' allreduce--> shard.grad
 
-Rows are explained in [Note: flat units] in `flat_layout.py`.
+A *shard* is a rank's equal part of the flat tensor in which all parameters lie end to end; see [Note: flat units] in
+`flat_layout.py`. The buffer has a *row* for each of the ranks that shard the unit: the gradients of that rank's shard,
+and behind them a gradient mask with one element for each parameter, 1 from a rank that has a gradient for it, else 0.
 
 [Note: two parameters for one]
 The module's own `Parameter` objects live on as the local shards: their data becomes a part of this rank's flat shard,
@@ -37,9 +39,9 @@ from ferrodist.collectives.reduce import async_allreduce, broadcast
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.backward_hooks import check_dense
-from ferrodist.parallel.fsdp.dtensor_params import local_tensor, same_placements, slice_local, wrap_local
+from ferrodist.parallel.fsdp.dtensor_params import local_tensor, same_placements, slice_local, wrap_detached
 from ferrodist.parallel.fsdp.flat_memory import FlatMemory, alias_memory
-from ferrodist.parallel.fsdp.flat_shard import convert_to_shard, shard_groups_of
+from ferrodist.parallel.fsdp.shard_tensors import convert_to_shard, shard_groups_of
 from ferrodist.tensor.dtensor import keep_grad_placements
 from ferrodist.tensor.local_shards import FlatShard, annotate_flat_shard
 from ferrodist.torch_private.autograd import version_of
@@ -93,7 +95,9 @@ class FlatGradients:
             return
         check_dense(self.names, self.full_params, self.axes.world, wrapper="FSDP")
         axes, layout = self.axes, self.layout
-        rows = buffer.acquire(layout.num_shards * layout.row_size, layout.reduce_dtype, release=self.continue_reduce)
+        rows = buffer.acquire_after_previous(
+            layout.num_shards * layout.row_size, layout.reduce_dtype, release=self.continue_reduce
+        )
         self._fill(rows)
         self._own_row = rows.new_empty(layout.row_size)
         if axes.shard is not None:
@@ -206,8 +210,7 @@ class FlatParameters:
         self._addresses: list[int] = []  # of the local shards
         self.on_gradient: Callable[[], None] | None = None  # called when a full parameter has a new gradient
         self._gathering: PendingCollective[torch.Tensor] | None = None
-        # The token of [Note: ids of layouts] in `layout_ids.py`, and those of all ranks.
-        self._needs_token = self.uses_shared_view or (layout.needs_disambiguation_token and axes.shard is not None)
+        # The token's number of elements is the layout's own; see [Note: ids of layouts] in `layout_ids.py`.
         self._token = torch.zeros(layout.index + 1, dtype=torch.uint8, device=self.shard.device)
         self._tokens = self._token.new_empty(layout.num_shards * self._token.numel())
         self.gradients = FlatGradients(
@@ -245,13 +248,29 @@ class FlatParameters:
 
     @torch.inference_mode(mode=False)
     def finish_gather(self) -> None:
-        """Wait for the full parameters, exchange the token where there is one (a collective), and install them."""
-        self._wait()
-        if self._needs_token:
-            all_gather(self._token, group=self._axes.shard, out=self._tokens)
+        """Wait for the full parameters, and install them."""
+        self._wait_for_gather()
+        if self.uses_shared_view:
+            self._await_last_writes()
+        elif self.layout.needs_disambiguation_token and self._axes.shard is not None:
+            self._check_same_layout()
         self.install_full()
 
-    def _wait(self) -> None:
+    def _await_last_writes(self) -> None:
+        """Wait until all ranks have made their last change to the shards that this rank is about to read.
+
+        It checks that they use the same layout, too.
+        """
+        self._exchange_tokens()
+
+    def _check_same_layout(self) -> None:
+        """Check that no rank has gathered another layout, where the gather itself would not have shown it."""
+        self._exchange_tokens()
+
+    def _exchange_tokens(self) -> None:
+        all_gather(self._token, group=self._axes.shard, out=self._tokens)
+
+    def _wait_for_gather(self) -> None:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
@@ -273,7 +292,7 @@ class FlatParameters:
 
     def free(self) -> list[str]:
         """Install the shards, and empty the full parameters; return names of those whose changes are lost."""
-        self._wait()  # it was prefetched, if it is not needed in the end
+        self._wait_for_gather()  # it was prefetched, if it is not needed in the end
         self.install(self.parameters)
         versions, self._versions = self._versions, []
         if self.is_alias:
@@ -411,7 +430,7 @@ class FlatParameters:
     def _as_parameter(self, index: int, value: torch.Tensor) -> torch.nn.Parameter:
         """Wrap memory with a full local tensor as the module's kind of parameter."""
         spec = self.dtensor_specs[index]
-        full = value if spec is None else wrap_local(value, spec)
+        full = value if spec is None else wrap_detached(value, spec)
         return torch.nn.Parameter(full, requires_grad=self.parameters[index].requires_grad)
 
     def _empty(self) -> None:

@@ -22,7 +22,6 @@ from ferrodist.arguments import check_bool, check_type
 from ferrodist.parallel.fsdp.clip_grad import clip_gradients, unscale_gradients
 from ferrodist.parallel.fsdp.config import MixedPrecision, ShardAxes, ShardingStrategy, check_prefetch
 from ferrodist.parallel.fsdp.dtensor_params import mesh_groups, use_local_params
-from ferrodist.parallel.fsdp.flat_shard import allow_shards, forbid_shards
 from ferrodist.parallel.fsdp.init import (
     broadcast_buffers,
     build_units,
@@ -33,6 +32,7 @@ from ferrodist.parallel.fsdp.init import (
 )
 from ferrodist.parallel.fsdp.optim_state_dict import OptimizerStateDict
 from ferrodist.parallel.fsdp.scheduler import UnitScheduler
+from ferrodist.parallel.fsdp.shard_tensors import allow_shards, forbid_shards
 from ferrodist.parallel.fsdp.state_dict import ModelStateDict
 from ferrodist.parallel.fsdp.unit import UnitState
 from ferrodist.parallel.fsdp.wrap import find_units

@@ -18,7 +18,7 @@ recomputed layer doesn't mean that backward has passed the layers behind it. It 
 [Note: shared shards]
 Where ranks compute with each other's shards in shared memory, a rank that leaves a forward or backward may change its
 shard at once, as an optimizer does. So no rank leaves before all of them are done with it: one barrier at each end. And
-no rank computes before all have made their last change: the collective that begins each unit's use. A change between
+no rank computes before all have made their last change (`_await_last_writes` in `flat_param.py`). A change between
 forward and backward would be visible in backward: it is an error, found by the shards' version counters.
 
 [Note: failures]
@@ -34,15 +34,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.backends.weak import weak_method
 from ferrodist.collectives.barrier import barrier
 from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, add_error_context, describe_error
-from ferrodist.parallel.backward_hooks import (
-    current_backward_id,
-    find_outputs,
-    find_tensors,
-    hook_gradients,
-    weak_method,
-)
+from ferrodist.parallel.backward_hooks import current_backward_id, find_outputs, find_tensors, hook_gradients
 from ferrodist.parallel.fsdp.backward_plan import BackwardRun, ForwardTrace, StepKind, plan_backward
 from ferrodist.parallel.fsdp.flat_memory import GradientBuffer
 from ferrodist.parallel.fsdp.method_rounds import MethodRounds
@@ -97,16 +92,16 @@ class UnitScheduler:
         for unit in self.units:
             # torch holds hooks on full parameters where Python's garbage collector sees no cycle.
             for flat in unit.flats:
-                flat.on_gradient = weak_method(self, UnitScheduler.on_gradient, unit.index)
+                flat.on_gradient = weak_method(self.on_gradient, unit.index)
             self._install_hooks(unit)
 
     def _install_hooks(self, unit: Unit) -> None:
         """Hook a unit's forward, and refuse calls of modules without their parameters."""
 
-        def pre_forward(_module: torch.nn.Module, _args: object) -> None:
+        def forward_pre_hook(_module: torch.nn.Module, _args: object) -> None:
             self.pre_forward(unit)
 
-        def post_forward(_module: torch.nn.Module, _args: object, output: Any) -> None:
+        def forward_hook(_module: torch.nn.Module, _args: object, output: Any) -> None:
             # With always_call=True torch calls this after an error too, with output None.
             self.post_forward(unit, output, succeeded=output is not None or sys.exc_info()[0] is None)
 
@@ -123,8 +118,8 @@ class UnitScheduler:
             # Compiled with the module: a graph is used only while its unit has full parameters, as when it was made.
             module.register_forward_pre_hook(check, prepend=True)
         if not unit.is_root:
-            unit.module.register_forward_pre_hook(outside_of_compiler(pre_forward), prepend=True)
-            unit.module.register_forward_hook(outside_of_compiler(post_forward), always_call=True)
+            unit.module.register_forward_pre_hook(outside_of_compiler(forward_pre_hook), prepend=True)
+            unit.module.register_forward_hook(outside_of_compiler(forward_hook), always_call=True)
 
     # Forward.
 
@@ -277,7 +272,7 @@ class UnitScheduler:
     def _watch_outputs(self, output: Any, trace: ForwardTrace, call: int) -> bool:
         """Call `pre_backward` when a gradient reaches an output; returns whether one can."""
         outputs = find_outputs(output)
-        hook_gradients(outputs, weak_method(self, UnitScheduler.pre_backward, trace, call))
+        hook_gradients(outputs, weak_method(self.pre_backward, trace, call))
         return bool(outputs)
 
     def _check_outputs(self, unit: Unit, output: Any) -> None:
@@ -388,7 +383,7 @@ class UnitScheduler:
         self.recover()
         with self._abort_on_error():
             for index in sorted(self._unsynced, reverse=True):
-                self._reduce(self.units[index])
+                self._start_reduce(self.units[index])
             self._finish_reductions()
 
     def drop_unsynced(self) -> None:
@@ -421,7 +416,7 @@ class UnitScheduler:
                 # Nested backwards may produce a gradient after its unit was reduced: averages add up.
                 for unit in reversed(self.units):
                     if unit.index in self._unsynced or any(flat.gradients.exist for flat in unit.flats):
-                        self._reduce(unit)
+                        self._start_reduce(unit)
             self._finish_reductions()
             for unit in self.units:
                 unit.free()
@@ -446,12 +441,14 @@ class UnitScheduler:
             case StepKind.FREE:
                 if unit not in self._unsharded_units:
                     unit.free()
+            # Due when the unit has all its gradients (`on_gradient`), at the latest when autograd has passed the
+            # beginning of the unit's first call: it reaches an earlier call (`pre_backward`), or backward ends.
             case StepKind.REDUCE if self.is_syncing:
-                self._reduce(unit)
+                self._start_reduce(unit)
             case StepKind.REDUCE:
                 self._unsynced.add(unit.index)
 
-    def _reduce(self, unit: Unit) -> None:
+    def _start_reduce(self, unit: Unit) -> None:
         self._unsynced.discard(unit.index)
         for earlier in self._reducing:
             earlier.continue_reduce()

@@ -6,7 +6,7 @@ import enum
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import UnsupportedOpError, add_error_context
-from ferrodist.parallel.fsdp.flat_shard import FlatShardParameter
+from ferrodist.parallel.fsdp.shard_tensors import FlatShardParameter
 from ferrodist.torch_private.autograd import version_of
 
 if TYPE_CHECKING:

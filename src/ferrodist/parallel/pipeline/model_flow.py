@@ -1,8 +1,9 @@
-"""The flow of tensors between a model's units: found in one run of the model's own code, without its parameters.
+"""Traces the model once on the meta device: which tensors its blocks and other units pass to each other.
 
-In that run units with state run on the meta device, and their results are replaced by zeros. A dispatch mode sees
-every operator between the units, and carries along from which results, inputs and container tensors a value
-comes. So each stage's needs are known exactly, whatever the code between the units does.
+The trace is one run of the model's own code, without its parameters. Units with state run on the meta device, and their
+results are replaced by zeros. A dispatch mode sees every operator between the units, and carries along from which
+results, inputs and container tensors a value comes. So each stage's needs are known exactly, whatever the code between
+the units does. `model_units.py` says what a unit is.
 """
 
 from __future__ import annotations

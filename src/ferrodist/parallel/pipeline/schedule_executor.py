@@ -23,7 +23,8 @@ import torch
 from ferrodist.backends.request import Request, wait_all
 from ferrodist.collectives.arguments import bytes_of
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.p2p import recv, start_tensor_send
+from ferrodist.collectives.p2p import recv
+from ferrodist.collectives.p2p import start_tensor_send as start_fast_send
 from ferrodist.collectives.serialization import PackedValue, decode_value, encode_value
 from ferrodist.collectives.tensor_protocol import TensorReceive, start_send
 from ferrodist.deadline import Deadline
@@ -46,7 +47,7 @@ def send_value(packed: PackedValue, dst: int, tag: int, group: Backend) -> list[
         if tensor.is_cuda:
             engine_of(group, tensor.device)  # an error if the group can't move it
     encoded, out_of_band = encode_value(packed, "a value between stages")
-    requests = start_tensor_send(torch.frombuffer(encoded, dtype=torch.uint8), dst, tag=tag, group=group)
+    requests = start_fast_send(torch.frombuffer(encoded, dtype=torch.uint8), dst, tag=tag, group=group)
     for tensor in out_of_band:
         requests += start_send(group, tensor, dst, tag)
     return requests
@@ -246,7 +247,7 @@ class ScheduleExecutor:
             stage.retain_outputs(microbatch, edge.name, requiring_grad)
             if self._is_written_locally(edge) or stage.has_buffers(packed.tensors):
                 packed = packed.copy()
-            self._store(_TransferKey(edge, microbatch, is_gradient=False), packed)
+            self._store_or_send(_TransferKey(edge, microbatch, is_gradient=False), packed)
         self.peak_in_flight = max(self.peak_in_flight, sum(each.num_in_flight for each in self._stages.values()))
 
     def _is_written_locally(self, edge: Edge) -> bool:
@@ -266,7 +267,7 @@ class ScheduleExecutor:
         found = (stage.backward if is_whole else stage.backward_input)(microbatch, gradients)
         for edge in self._incoming[index]:
             packed = PackedValue.of(found[edge.name], "gradients")
-            self._store(_TransferKey(edge, microbatch, is_gradient=True), packed)
+            self._store_or_send(_TransferKey(edge, microbatch, is_gradient=True), packed)
 
     def _receive(self, key: _TransferKey) -> PackedValue:
         """Return the value of another stage, waiting for it if that is on another rank."""
@@ -292,7 +293,7 @@ class ScheduleExecutor:
         )
         return packed
 
-    def _store(self, key: _TransferKey, packed: PackedValue) -> None:
+    def _store_or_send(self, key: _TransferKey, packed: PackedValue) -> None:
         """Store a value until the schedule sends it, or another stage of this rank uses it; send skips at once."""
         self._packed_values[key] = packed
         if key.edge.name != MAIN and self._dest_rank(key) != self._group.rank:

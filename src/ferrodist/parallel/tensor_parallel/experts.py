@@ -1,4 +1,4 @@
-"""Styles of experts: modules of a mixture of experts whose parameters are stacked.
+"""Parallel styles for MoE layers with stacked expert weights: expert parallel and tensor parallel.
 
 Shapes: E experts, I features inside, H features in and out, p ranks. Such modules have parameters with the experts
 along dim 0, such as ``gate_up_proj`` (E, 2 I, H) and ``down_proj`` (E, H, I), and are called with ``hidden_states``

@@ -5,7 +5,7 @@
     compression.py      allreduce, float16_compression, bfloat16_compression
     power_sgd.py        PowerSGD: low-rank matrices, with error feedback
     top_k.py            TopK: the largest elements, with error feedback
-    continued.py        Continued: a collective with later steps, for custom hooks too
+    continued.py        Continued: a collective, then a function of its result; for custom hooks too
     error_feedback.py   the part of gradients that a lossy hook has not sent so far
 
 A custom hook starts one or more collectives on ``bucket.tensor`` (all gradients, flat), ``bucket.gradients`` (one

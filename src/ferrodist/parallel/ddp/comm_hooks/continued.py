@@ -1,4 +1,4 @@
-"""`Continued`: a collective under way, and a function of its result."""
+"""`Continued`: a pending collective with a function to call on its result, as `torch.futures.Future.then`."""
 
 from __future__ import annotations
 

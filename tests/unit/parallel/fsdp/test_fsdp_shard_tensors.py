@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import ferrodist as fd
 from ferrodist import FSDP, ShardingStrategy, UnsupportedOpError
-from ferrodist.parallel.fsdp.flat_shard import FlatShardTensor
+from ferrodist.parallel.fsdp.shard_tensors import FlatShardTensor
 from ferrodist.testing import run_ranks
 
 STRATEGIES = {
