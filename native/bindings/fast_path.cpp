@@ -21,7 +21,8 @@ using namespace nanobind::literals;
 namespace {
 
 // The functions that Python calls. Each takes the arguments of its public namesake, all by position; tensor first, and
-// group, out and timeout last.
+// group, out and timeout last. `run_fast` calls the lambda, whose `pass_..._if_plain` passes the engine's function, such
+// as `allreduce` of collectives/reductions.cpp, to `go`, which is `run_collective`.
 
 PyObject* fast_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 5) Py_RETURN_NONE;

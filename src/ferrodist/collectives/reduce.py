@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ferrodist.collectives.work import PendingCollective
 
 
-@in_graphs
+@in_graphs  # only for compilers: eager calls run the function itself
 def allreduce(
     tensor: torch.Tensor,
     op: Op = ReduceOp.SUM,

@@ -334,14 +334,14 @@ class RemotePeer(Peer):
         """Handle a message, or begin to receive the rest of it; see `ReceiveQueue`."""
         try:
             if not frame.is_complete:
-                return bool(outside_of_modes(self._take_encoded, frame))
+                return bool(outside_of_modes(self._take_incomplete, frame))
             if frame.kind is not MessageKind.CANCEL or not self._queue.cancel(frame.call_id):
                 self._deliver(frame, frame.content())
         except Exception as error:  # noqa: BLE001 - whatever is received ends this connection at most
             self._failed(error)
         return True
 
-    def _take_encoded(self, frame: Frame) -> bool:
+    def _take_incomplete(self, frame: Frame) -> bool:
         if frame.size <= FRAME_CONTENT_BYTES and frame.form == Form.ENCODED:
             in_band = memoryview(bytearray(frame.content()))
             with contextlib.suppress(UnreadableError):

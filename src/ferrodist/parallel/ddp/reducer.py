@@ -128,7 +128,7 @@ class BackwardRound:
         if count == self._expected_count(position):
             self._num_missing[self._bucket_indices[position]] -= 1
 
-    def first_incomplete(self, first: int) -> int:
+    def end_of_complete(self, first: int) -> int:
         """Index of the first bucket, from ``first`` on, that may not start yet."""
         if not self.has_learned or (self._is_nested and not self._is_static):
             return first
@@ -316,7 +316,7 @@ class Reducer:
             self._raise_late(position)
         self._round.count_gradient(position)
         self.buckets[bucket_index].copy_in(index_in_bucket)
-        end = self._round.first_incomplete(self._num_started)
+        end = self._round.end_of_complete(self._num_started)
         if end > self._num_started:
             with self._abort_on_error():
                 self._start_buckets(end)

@@ -7,9 +7,11 @@ calls them. Hooks on the outputs call `pre_backward`, and those on the full para
 [Note: phases of a step]
 *Forward*: `pre_forward` gathers a unit, and starts gathering those that followed it in the last forward; `post_forward`
 frees it. Units that backward needs first stay: the outermost one, and those that ended last in the last forward, as
-many as backward gathers at a time. *Backward*: the first gradient of an output begins a run of the trace's plan (see
-[Note: plan] in `backward_plan.py`); a callback that the engine runs at the end, before ``backward()`` returns, executes
-the remaining steps and waits for the averages. Between the two nothing is under way, except gathers of
+many as backward gathers at a time. *Backward*: the first gradient of an output begins a run of the trace's plan, the
+same list of steps on all ranks: for each unit, the last one first, GATHER (ahead of its turn), USE (the gather ends),
+REDUCE and FREE. Reaching a unit executes the steps up to its USE; its last gradient executes its REDUCE, if it is next.
+[Note: plan] in `backward_plan.py` says why. A callback that the engine runs at the end, before ``backward()`` returns,
+executes the remaining steps and waits for the averages. Between the two nothing is under way, except gathers of
 `prefetch_forward`.
 
 A forward inside a backward recomputes a checkpointed segment. It makes no new trace and executes no step of the run: a
