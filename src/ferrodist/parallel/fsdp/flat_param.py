@@ -4,8 +4,9 @@
     full.grad --fill rows--> buffer --reduce_scatter--> this rank's row --replicas' allreduce--> shard.grad
 
 A *shard* is a rank's equal part of the flat tensor in which all parameters lie end to end; see [Note: flat units] in
-`flat_layout.py`. The buffer, which units take in turns, has a *row* for each of the ranks that shard the unit: the gradients of that rank's shard,
-and behind them a gradient mask with one element for each parameter, 1 from a rank that has a gradient for it, else 0.
+`flat_layout.py`. The buffer, which units take in turns, has a *row* for each of the ranks that shard the unit: the
+gradients of that rank's shard, and behind them a gradient mask with one element for each parameter, 1 from a rank that
+has a gradient for it, else 0.
 
 [Note: two parameters for one]
 The module's own `Parameter` objects live on as the local shards: their data becomes a part of this rank's flat shard,

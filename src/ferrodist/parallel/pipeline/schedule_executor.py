@@ -23,8 +23,7 @@ import torch
 from ferrodist.backends.request import Request, wait_all
 from ferrodist.collectives.arguments import bytes_of
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.p2p import recv
-from ferrodist.collectives.p2p import start_fast_send
+from ferrodist.collectives.p2p import recv, start_fast_send
 from ferrodist.collectives.serialization import PackedValue, decode_value, encode_value
 from ferrodist.collectives.tensor_protocol import TensorReceive, start_send
 from ferrodist.deadline import Deadline
