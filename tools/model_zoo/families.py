@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -122,6 +122,19 @@ def pairs() -> Batch:
 def sounds(shape: tuple[int, ...], labels: torch.Tensor, name: str) -> Batch:
     """Four sounds, with labels."""
     return {name: numbers(4, *shape), "labels": labels}
+
+
+def captioned(rows: int) -> Batch:
+    """Rows of tokens, four of which stand for an image's patches, and the images."""
+    tokens = words(rows, 12)
+    tokens[:, 1:5] = 63
+    return {"input_ids": tokens, "pixel_values": numbers(rows, 3, 16, 16)}
+
+
+def detection(result: Any) -> torch.Tensor:
+    """A loss of found objects, whose own one needs SciPy's assignment of them to true ones."""
+    total: torch.Tensor = result["logits"].square().mean() + result["pred_boxes"].square().mean()
+    return total
 
 
 def contrast(result: Any) -> torch.Tensor:
@@ -248,6 +261,23 @@ LATENT: dict[str, Any] = {
     "topk_group": 1,
     "num_key_value_heads": 4,
 }
+HYBRID: dict[str, Any] = {
+    **{f"{name}_layer_{key}": value for name in ("expert", "attn") for key, value in (("period", 2), ("offset", 1))},
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "mamba_d_state": 4,
+    "mamba_dt_rank": 4,
+    "use_mamba_kernels": False,
+    **GROUPED,
+    **EXPERTS,
+}
+GATED_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 HEADS_OF_MAMBA: dict[str, Any] = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4}
 PATCHES: dict[str, Any] = {
     "image_size": 16,
@@ -259,6 +289,7 @@ PATCHES: dict[str, Any] = {
 }
 STAGES: dict[str, Any] = {"num_stages": 2, "patch_size": 2, "drop_path_rate": 0}
 LEVELS: dict[str, Any] = {"hidden_sizes": [8, 16], "depths": [1, 1]}
+SMALL_RESNET: dict[str, Any] = {"embedding_size": 8, "layer_type": "basic"}
 MODERN: dict[str, Any] = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
 PICTURES: dict[str, Any] = {"image_size": 16, "patch_size": 8}
 
@@ -397,11 +428,7 @@ FAMILIES: dict[str, Family] = {
     "Swin": classifier("Swin", "SwinStage", **PATCHES, **NO_DROPOUT, drop_path_rate=0),
     "DINOv2": classifier("Dinov2", "Dinov2Layer", **LAYERS, **NO_DROPOUT, **PICTURES, mlp_ratio=2, drop_path_rate=0),
     "Mamba": recurrent("Mamba", "MambaBlock", state_size=4),
-    "Mamba-2": recurrent(
-        "Mamba2",
-        "Mamba2Block",
-        **HEADS_OF_MAMBA,
-    ),
+    "Mamba-2": recurrent("Mamba2", "Mamba2Block", **HEADS_OF_MAMBA),
     "RWKV": recurrent(
         "Rwkv",
         "RwkvBlock",
@@ -415,20 +442,51 @@ FAMILIES: dict[str, Family] = {
     "Qwen3-MoE": decoder("Qwen3Moe", **SMALL_EXPERTS, head_dim=8),
     "OLMoE": decoder("Olmoe", **GROUPED, **EXPERTS, num_experts=4, num_experts_per_tok=2),
     "DeepSeek-V3": decoder("DeepseekV3", **LATENT, **EXPERTS),
-    "ConvNeXt": classifier("ConvNext", "ConvNextStage", **LEVELS, **STAGES),
-    "ResNet": classifier("ResNet", "ResNetStage", **LEVELS, embedding_size=8, layer_type="basic", is_divisible=False),
-    "TransformerEncoder": Family(
-        make=Encoder,
-        batch=text,
-        blocks="TransformerEncoderLayer",
-        context=True,
+    "gpt-oss": decoder(
+        "GptOss", **GROUPED, **EXPERTS, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=4
     ),
-    "LSTM": Family(
-        make=Recurrent,
-        batch=text,
-        blocks="LSTM",
+    "Qwen3-Next": replace(
+        decoder("Qwen3Next", **SMALL_EXPERTS, **GATED_DELTA, head_dim=8, shared_expert_intermediate_size=16),
         context=RECURRENT,
-        plan=columns_and_rows(["head"], [], "embedding"),
+    ),
+    "Jamba": replace(
+        decoder("Jamba", blocks="JambaAttentionDecoderLayer JambaMambaDecoderLayer", **HYBRID),
+        context=RECURRENT,
+        experts="model.layers.*.feed_forward.experts",
+    ),
+    "LLaVA": Family(
+        make=partial(
+            of_transformers,
+            "LlavaForConditionalGeneration",
+            "LlavaConfig",
+            text_config={"model_type": "llama", **SIZES, **TOKENS, **GROUPED},
+            vision_config={"model_type": "clip_vision_model", **LAYERS, **PICTURES, "projection_dim": 16},
+            **{"image_token_id": 63, "image_token_index": 63, "vision_feature_layer": -1, "image_seq_length": 4},
+        ),
+        batch=lambda: {**captioned(4), "labels": words(4, 12, seed=2)},
+        blocks="CLIPEncoderLayer LlamaDecoderLayer",
+        prompt=captioned(2),
+        context=IMAGES,
+    ),
+    "DETR": Family(
+        make=partial(
+            of_transformers,
+            "DetrForObjectDetection",
+            "DetrConfig",
+            **{name: value for name, value in STACKS.items() if name != "vocab_size"},
+            backbone_config={"model_type": "resnet", **LEVELS, **SMALL_RESNET, "out_features": ["stage2"]},
+            **{"num_queries": 5, "num_labels": 3, "attention_dropout": 0, "activation_dropout": 0},
+        ),
+        batch=lambda: {"pixel_values": numbers(4, 3, 32, 32)},
+        blocks="DetrEncoderLayer DetrDecoderLayer",
+        context=IMAGES,
+        own_loss=detection,
+    ),
+    "ConvNeXt": classifier("ConvNext", "ConvNextStage", **LEVELS, **STAGES),
+    "ResNet": classifier("ResNet", "ResNetStage", **LEVELS, **SMALL_RESNET, is_divisible=False),
+    "TransformerEncoder": Family(make=Encoder, batch=text, blocks="TransformerEncoderLayer", context=True),
+    "LSTM": Family(
+        make=Recurrent, batch=text, blocks="LSTM", context=RECURRENT, plan=columns_and_rows(["head"], [], "embedding")
     ),
 }
 """The families by name, in the order of the page."""

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.tensor.op_strategy import bind_arguments, find_all, map_tensors, split_arguments
-from ferrodist.tensor.ops import indexing, matmul
+from ferrodist.tensor.ops import indexing, loss, matmul
 from ferrodist.tensor.placement import Replicate
 from ferrodist.tensor.redistribute import full_local
 from ferrodist.tensor.replica_check import ReplicaCheck, check_replicated, describe_module
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 ACTIVE_CHECK: ContextVar[ReplicaCheck | None] = ContextVar("active_check", default=None)
 """The check of the parallel module whose code runs."""
 
-REFUSE_SCALARS = frozenset([*indexing.RULES, *matmul.RULES])
+REFUSE_SCALARS = frozenset([*indexing.RULES, *loss.RULES, *matmul.RULES])
 """Operators whose rules count their inputs, so that plain scalars have to be replicated first."""
 
 BACKWARD_CHECKS = "tensor.backward_checks"

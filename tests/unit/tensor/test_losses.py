@@ -165,3 +165,27 @@ def test_sharded_batch_sends_scalars_only():
 
     for num_bytes in run_ranks(compute, 2, backend=ByteCounter.create_group):
         assert 0 < num_bytes < 2000
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_losses_that_are_added_to_a_plain_scalar(reduction):
+    """As MusicGen adds up those of its codebooks: the gradient of such a sum is a plain scalar."""
+    targets = torch.tensor([0, 3, -100, 2])
+
+    def total(x, y):
+        result = torch.zeros([], dtype=x.dtype)
+        result += F.cross_entropy(x, y, reduction=reduction)
+        result += F.mse_loss(x, x.detach() + 1, reduction=reduction)
+        return result
+
+    expected = make(4, 5).requires_grad_()
+    total(expected, targets).backward()
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,))
+        for placement in (Shard(0), Shard(1), Replicate(), Partial()):
+            x = spread(make(4, 5), mesh, [placement]).requires_grad_()
+            total(x, spread(targets, mesh, [Replicate()])).backward()
+            torch.testing.assert_close(x.grad.full_tensor(), expected.grad)
+
+    run_ranks(check, 2)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ferrodist.parallel.module_init import has_meta_tensors
+from ferrodist.parallel.pipeline.model_mappings import Mappings, leaves_in, map_tensors
 from ferrodist.torch_private.pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
@@ -54,15 +55,16 @@ def measure_times(
 
 
 class _Call(torch.nn.Module):
-    """A module that is called with one argument, the arguments of another one."""
+    """A module that is called with one argument, another's arguments, and also returns what that writes to mappings."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, path: str) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._path = module, path
 
     def forward(self, arguments: Any) -> Any:
         args, kwargs = arguments
-        return self.module(*args, **kwargs)
+        mappings = Mappings(args, kwargs)
+        return self.module(*args, **kwargs), mappings.written(self._path)
 
 
 def measure_units(
@@ -79,8 +81,10 @@ def measure_units(
         unit = units[path]
         if any(has_meta_tensors(module) for module in unit.modules()):
             raise ValueError(f"module {path!r} is on the meta device and can't be measured: balance parameters")
-        seconds, result = _measure(_Call(copy.deepcopy(unit)), (args, kwargs), clock)
+        mappings = Mappings(args, kwargs)
+        seconds, (result, written) = _measure(_Call(copy.deepcopy(unit), path), (args, kwargs), clock)
         times[path] = times.get(path, 0) + seconds
+        mappings.write(written)
         return result
 
     with preserve_random_states(), torch.inference_mode(False), torch.enable_grad():
@@ -90,10 +94,10 @@ def measure_units(
 
 def _measure(child: torch.nn.Module, inputs: Any, clock: Callable[[], float]) -> tuple[float, Any]:
     """A child's seconds, and its detached result for the inputs."""
-    devices = _devices_of([*child.parameters(), *child.buffers(), *tree_leaves(inputs)])
+    devices = _devices_of([*child.parameters(), *child.buffers(), *leaves_in(inputs)])
     times = []
     for _ in range(_NUM_WARM_UPS + _NUM_RUNS):
-        stage_inputs = tree_map(_as_input, inputs)
+        stage_inputs = map_tensors(_as_input, inputs)
         _synchronise(devices)
         begin = clock()
         outputs = child(stage_inputs)
@@ -117,10 +121,8 @@ def _measure(child: torch.nn.Module, inputs: Any, clock: Callable[[], float]) ->
     return statistics.median(times[_NUM_WARM_UPS:]), detached
 
 
-def _as_input(value: Any) -> Any:
+def _as_input(value: torch.Tensor) -> torch.Tensor:
     """The value as the previous child returns it, for one run: not a leaf, so that the child may change it in place."""
-    if not isinstance(value, torch.Tensor):
-        return value
     return value.detach().requires_grad_().clone() if value.requires_grad else value.detach().clone()
 
 

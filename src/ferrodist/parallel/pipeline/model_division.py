@@ -12,7 +12,7 @@ from ferrodist.parallel.pipeline.measure import measure_units, preserve_random_s
 from ferrodist.parallel.pipeline.model_flow import Flow, Trace, Tracer, copied, find_flow, is_integer
 from ferrodist.parallel.pipeline.model_skeleton import Skeleton
 from ferrodist.parallel.pipeline.model_units import ModelUnits, copy_to_host, copy_without_memory
-from ferrodist.torch_private.modules import own_modules
+from ferrodist.torch_private.modules import own_modules, own_parameters
 from ferrodist.torch_private.pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
@@ -52,6 +52,9 @@ class ModelDivision:
         self.own = {
             name: copy_to_host(tensor).requires_grad_(tensor.requires_grad) for name, tensor in units.own.items()
         }
+        """Container tensors, and stand-ins for those of `shared`."""
+        self.shared: dict[str, torch.nn.Parameter] = {}
+        """Parameters of units that the code around them reads, which are in all stages that do."""
         self.whole_model = _describe_whole(self.skeleton.model, units)
         self.changed: dict[str, set[str]] = {}
         """The attributes of units, and of modules in them, that their forwards have set in a trace."""
@@ -97,6 +100,23 @@ class ModelDivision:
             tracer.trace.result = tracer.sources_of(result)
             return tracer.trace
 
+    def trace_and_share(self, args: Any, kwargs: Any, *, is_training: bool) -> Trace:
+        """The trace for the sample; parameters that the code between the units reads are shared from then on.
+
+        They are the units' own. Those of modules inside of units are refused.
+        """
+        trace = self.trace(args, kwargs, is_training=is_training)
+        sources = trace.result.union(trace.reads, *(call.sources for call in trace.calls))
+        names = {content for kind, content in sources if kind == "weight"}
+        for path in self.units.stateful:
+            for key, parameter in own_parameters(self.units.units[path]).items():
+                name = f"{path}.{key}"
+                if parameter is not None and name in names and not is_integer(parameter.dtype):
+                    self.shared[name] = parameter
+                    zeros = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
+                    self.own[name] = zeros.requires_grad_(parameter.requires_grad)
+        return self.trace(args, kwargs, is_training=is_training) if self.shared else trace
+
     def _add_changed(self, path: str, names: set[str]) -> None:
         if not names <= self.changed.get(path, set()):
             self.changed.setdefault(path, set()).update(names)
@@ -104,7 +124,7 @@ class ModelDivision:
 
     def measure(self, args: Any, kwargs: Any, *, clock: Callable[[], float]) -> dict[str, float]:
         """Measure the seconds of the forwards and backwards of each unit."""
-        self.skeleton.install(self.units.own)
+        self.skeleton.install({**self.units.own, **self.shared})
         return measure_units(self.units.units, lambda call: self.skeleton.run(call, args, kwargs), clock=clock)
 
     def flow(self, args: Any, kwargs: Any, *, is_training: bool) -> Flow:

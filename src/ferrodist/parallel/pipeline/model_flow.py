@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ferrodist.parallel.pipeline.model_mappings import Mappings, leaves_in, map_tensors
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modes import DispatchMode
-from ferrodist.torch_private.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from ferrodist.torch_private.modules import own_buffers
+from ferrodist.torch_private.pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,9 +76,9 @@ class Call:
     sources: frozenset[Source]
     """Where its arguments come from."""
     leaves: tuple[Any, ...]
-    """The leaves of its result: a `LeafShape` for each tensor, other values as they are."""
+    """The leaves of its result and of what it writes to mappings: a `LeafShape` for each tensor, others as they are."""
     spec: Any
-    """The structure of its result."""
+    """The structure of these two."""
 
 
 @dataclass(slots=True)
@@ -163,8 +165,11 @@ class Tracer(DispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator; its results come from where its arguments do."""
-        if self._inside is None and any(tensor.is_meta for tensor in _tensors_in((args, kwargs))):
-            self._refuse_meta(args, kwargs)
+        if self._inside is None:
+            if any(tensor.is_meta for tensor in _tensors_in((args, kwargs))):
+                self._refuse_meta(args, kwargs)
+            if str((kwargs or {}).get("device")) == "meta":  # code that asks for the device of its parameters
+                kwargs = {**kwargs, "device": torch.device("cpu")}
         result = func(*args, **(kwargs or {}))
         name = func.name().partition(".")[0]
         if name in _OF_SHAPE_ALONE and self._inside is None:
@@ -189,19 +194,21 @@ class Tracer(DispatchMode):  # type: ignore[misc]
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a unit's call; returns zeros of its result's shapes, or the result of a call that depends on none."""
         sources = self.sources_of((args, kwargs))
-        hidden = next((each for each in tree_leaves((args, kwargs)) if _holds_tensors(each)), None)
+        hidden = next((each for each in leaves_in((args, kwargs)) if _holds_tensors(each)), None)
         if hidden is not None:
             raise ValueError(
                 f"module {path!r} gets {type(hidden).__name__}, an object that holds tensors, which can't go from stage"
                 " to stage: switch it off (use_cache=False for a cache of keys and values)"
             )
+        mappings = Mappings(args, kwargs)
         if path not in self._stateful:
             before = attributes_of(self._shadows[path])
-            result = self._shadows[path](*args, **kwargs)
+            returned = self._shadows[path](*args, **kwargs)
             self._changed(path, changed_attributes(before, self._shadows[path]))
+            result = returned, mappings.written(path)
             if not any(kind == "call" for kind, _ in self.sources_of(result)):
                 self.trace.calls.append(Call(path=path, is_local=True, sources=sources, leaves=(), spec=None))
-                return result
+                return returned
         else:
             result = self._run_on_meta(path, args, kwargs)
         leaves, spec = tree_flatten(result)
@@ -218,7 +225,9 @@ class Tracer(DispatchMode):  # type: ignore[misc]
                 self.mark(found[-1], ("call", (call_index, index)))
             else:
                 found.append(leaf)
-        return tree_unflatten(found, spec)
+        made, written = tree_unflatten(found, spec)
+        mappings.write(written)
+        return made
 
     def _refuse_meta(self, args: Any, kwargs: Any) -> None:
         """Raise for a tensor of a unit that the code between units uses, and that the unit didn't return."""
@@ -227,24 +236,18 @@ class Tracer(DispatchMode):  # type: ignore[misc]
             if kind in found:
                 raise ValueError(message.format(name=found[kind], what="the code between modules"))
 
-    def _run_on_meta(self, path: str, args: Any, kwargs: Any) -> Any:
-        """The result of a unit on the meta device, or with zeros as parameters where its code needs values."""
+    def _run_on_meta(self, path: str, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
+        """The result of a unit on the meta device, or with zeros as parameters where its code needs values.
+
+        With it goes what the unit writes to mappings.
+        """
         shadow = self._shadows[path]
         try:
-            given = tree_map(lambda value: copied(value, "meta"), (args, kwargs))
-            versions = _versions(given)
-            result = self._run_inside(path, shadow, given)
+            given = map_tensors(lambda value: copied(value, "meta"), (args, kwargs))
+            return self._run_inside(path, shadow, given)
         except Exception:  # noqa: BLE001 - no kernel on meta, or code that decides by values
             shadow = self._with_zeros(path)
-            given = tree_map(copied, (args, kwargs))
-            versions = _versions(given)
-            result = self._run_inside(path, shadow, given)
-        if _versions(given) != versions:
-            raise ValueError(
-                f"module {path!r} writes to its arguments in place, which other stages would not see: let it return"
-                " what it computes"
-            )
-        return result
+            return self._run_inside(path, shadow, map_tensors(_copied_without_nan, (args, kwargs)))
 
     def _with_zeros(self, path: str) -> torch.nn.Module:
         """A copy of a unit's shadow on the CPU."""
@@ -259,14 +262,22 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         finally:
             self._inside = None
 
-    def _run_inside(self, path: str, shadow: torch.nn.Module, arguments: Any) -> Any:
+    def _run_inside(self, path: str, shadow: torch.nn.Module, arguments: Any) -> tuple[Any, list[Any]]:
         self._inside = path
-        before = attributes_of(shadow)
+        before, mappings = attributes_of(shadow), Mappings(*arguments)
+        tensors = _tensors_in(arguments)
+        versions = list(map(version_of, tensors))
         try:
-            return shadow(*arguments[0], **arguments[1])
+            result = shadow(*arguments[0], **arguments[1])
         finally:
             self._inside = None
             self._changed(path, changed_attributes(before, shadow))
+        if list(map(version_of, tensors)) != versions:
+            raise ValueError(
+                f"module {path!r} writes to its arguments in place, which other stages would not see: let it return"
+                " what it computes"
+            )
+        return result, mappings.written(path)
 
 
 def find_flow(trace: Trace, owners: Mapping[str, int], num_stages: int) -> Flow:
@@ -389,24 +400,24 @@ def _memory_of(tensor: torch.Tensor) -> Any:
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves_in(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _holds_tensors(value: Any, levels: int = 3) -> bool:
-    """True for an object with tensors in its attributes, which `tree_leaves` doesn't see."""
+    """True for an object with tensors in its attributes, which `leaves_in` doesn't see."""
     if isinstance(value, (torch.Tensor, torch.nn.Module, type)) or not hasattr(value, "__dict__") or callable(value):
         return False
-    inner = tree_leaves(list(vars(value).values()))
+    inner = leaves_in(list(vars(value).values()))
     return any(isinstance(each, torch.Tensor) or (levels > 0 and _holds_tensors(each, levels - 1)) for each in inner)
-
-
-def _versions(value: Any) -> list[int]:
-    return [version_of(tensor) for tensor in _tensors_in(value)]
 
 
 def is_integer(dtype: torch.dtype) -> bool:
     """True for integers and booleans, which have no NaN."""
     return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _is_of_integers(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_integer(value.dtype)
 
 
 def copied(value: Any, device: torch.device | str | None = None) -> Any:
@@ -416,13 +427,21 @@ def copied(value: Any, device: torch.device | str | None = None) -> Any:
     return value.detach().to(device or value.device).requires_grad_(value.requires_grad).clone()
 
 
+def _copied_without_nan(value: torch.Tensor) -> torch.Tensor:
+    """A copy with zeros for NaN, which inputs are in stages that don't get them, and of which code may make indices."""
+    return copied(value).nan_to_num_(0) if value.is_floating_point() else copied(value)  # type: ignore[no-any-return]
+
+
 def attributes_of(module: torch.nn.Module) -> dict[str, tuple[Any, int]]:
-    """The attributes of a module and of the modules in it, with sizes of collections, and writes to tensors."""
+    """The attributes of a module and of the modules in it, with sizes of collections, and writes to tensors.
+
+    Of their buffers it has those of integers, which may be constants; see `find_constants`.
+    """
     return {
         f"{path}.{name}".lstrip("."): (value, _count_of(value))
         for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if name not in _OF_MODULES
+        for name, value in (*vars(part).items(), *own_buffers(part).items())
+        if name not in _OF_MODULES and not (name in own_buffers(part) and not _is_of_integers(value))
     }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.parallel.pipeline.model_units import ModelUnits, copy_without_memory
+from ferrodist.parallel.pipeline.model_units import ModelUnits, copy_to_host, copy_without_memory, find_constants
 from ferrodist.torch_private.modules import clear_hooks, own_buffers, own_modules, own_parameters
 
 if TYPE_CHECKING:
@@ -32,13 +32,18 @@ class Skeleton:
     def __init__(self, model: torch.nn.Module, units: ModelUnits) -> None:
         self.handler = _CallHandler()
         self._paths = tuple(units.units)
-        self.model = copy_without_memory(model, units, lambda tensor: _one_element(tensor, "cpu"))
+        self._constants = find_constants(units)
+        kept = {id(tensor) for tensor in self._constants.values()}
+        self.model = copy_without_memory(
+            model, units, lambda tensor: copy_to_host(tensor) if id(tensor) in kept else _one_element(tensor, "cpu")
+        )
         self._device = torch.device("cpu")
         originals = {path: self.model.get_submodule(path) for path in self._paths}
         self._weights = {
             f"{path}.{name}": tensor
             for path in units.stateful
             for name, tensor in (*originals[path].named_parameters(), *originals[path].named_buffers())
+            if f"{path}.{name}" not in self._constants
         }
         proxies = {path: _make_proxy(original, path, self.handler) for path, original in originals.items()}
         memo: dict[int, Any] = {id(each): each for each in (*self.model.parameters(), *self.model.buffers())}
@@ -57,15 +62,16 @@ class Skeleton:
             next(table for table in tables if key in table)[key] = tensor
 
     def move_to(self, device: torch.device) -> None:
-        """Give the units' stand-ins for parameters the device of the real ones."""
+        """Give the units' stand-ins for parameters, and their constants, the device of the real ones."""
         if device == self._device:
             return
-        for module in self.model.modules():
+        for path, module in self.model.named_modules():
             tables: list[dict[str, Any]] = [own_parameters(module), own_buffers(module)]
             for table in tables:
                 for name, tensor in table.items():
                     if tensor is not None:
-                        moved = _one_element(tensor, device)
+                        is_constant = f"{path}.{name}" in self._constants
+                        moved = tensor.to(device) if is_constant else _one_element(tensor, device)
                         is_parameter = isinstance(tensor, torch.nn.Parameter)
                         table[name] = torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
         self._device = device

@@ -26,6 +26,7 @@ from ferrodist.parallel.pipeline.model_flow import (
     LeafShape,
     is_integer,
 )
+from ferrodist.parallel.pipeline.model_mappings import Mappings
 from ferrodist.parallel.pipeline.state_dict import ModulePart
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
@@ -240,9 +241,12 @@ class ModelStage(ModulePart):
         known = self._absent.get(name)
         if known is None or known.device != self.device:
             original = self._division.own[name]
-            known = original.detach().to(self.device, copy=True)
-            if not is_integer(known.dtype):
-                known.fill_(torch.nan)
+            if name in self._division.shared:  # which may be large, and which no code writes
+                known = torch.full((), torch.nan, dtype=original.dtype, device=self.device).expand(original.shape)
+            else:
+                known = original.detach().to(self.device, copy=True)
+                if not is_integer(known.dtype):
+                    known.fill_(torch.nan)
             self._absent[name] = known.requires_grad_(original.requires_grad)
         return self._absent[name]
 
@@ -286,14 +290,16 @@ class _StageRun:
         if call_index >= len(self._flow.calls) or self._flow.calls[call_index].path != path:
             raise self._deviation(f"calls {path!r}")
         self._next += 1
-        owner = self._flow.owners[call_index]
+        owner, mappings = self._flow.owners[call_index], Mappings(args, kwargs)
         if owner is not None and owner != self._index:
-            return self._stand_in(call_index, (args, kwargs))
+            result, written = self._stand_in(call_index, (args, kwargs))
+            mappings.write(written)
+            return result
         result = self._stage.unit(path)(*args, **kwargs)
         if owner is None:
             return result
         if self._index < len(self._flow.sent):
-            self._keep(call_index, result)
+            self._keep(call_index, (result, mappings.written(path)))
         if call_index == self._flow.last_calls[self._index] and self._index < len(self._flow.sent):
             raise _StageDone
         return result
@@ -352,7 +358,10 @@ class _StageRun:
         return {"args": args, "kwargs": kwargs, "values": values}
 
     def _stand_in(self, call_index: int, arguments: Any) -> Any:
-        """A result of another stage: the received tensors, and stand-ins for those that are not read any more."""
+        """A result of another stage: the received tensors, and stand-ins for those that are not read any more.
+
+        With it goes what the unit has written to mappings.
+        """
         call = self._flow.calls[call_index]
         given = [each for each in tree_flatten(arguments)[0] if isinstance(each, torch.Tensor)]
         device = given[0].device if given else self._stage.device

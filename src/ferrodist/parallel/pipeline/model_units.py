@@ -7,6 +7,7 @@
     container tensor   a parameter or buffer of a container itself, such as a table of positions
 
 A unit without parameters and persistent buffers, such as a dropout or a table of rotations, has no stage of its own.
+The code of containers may read a unit's constants, buffers such as default token types; see `find_constants`.
 """
 
 from __future__ import annotations
@@ -95,6 +96,21 @@ def _collect(model: torch.nn.Module, containers: set[str], lists: Sequence[str])
         blocks=frozenset(path for path in units if path.rpartition(".")[0] in lists),
         own=own,
     )
+
+
+def find_constants(units: ModelUnits) -> dict[str, torch.Tensor]:
+    """The units' own buffers of integers that no checkpoint has, by name: every stage has them.
+
+    Those on the meta device have no values yet, and are left out.
+    """
+    return {
+        f"{path}.{name}": tensor
+        for path in units.stateful
+        for name, tensor in own_buffers(units.units[path]).items()
+        if tensor is not None
+        and not (tensor.is_meta or tensor.is_floating_point() or tensor.is_complex())
+        and name not in units.units[path].state_dict(keep_vars=True)
+    }
 
 
 def _find_lists(

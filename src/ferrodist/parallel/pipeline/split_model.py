@@ -63,8 +63,10 @@ def split_model(
 
     What is asked of a model:
 
-    - Modules exchange values as arguments and results, nested as torch's pytrees, not by attributes and caches, and the
-      code outside of blocks doesn't read their parameters. Arguments are not written in place.
+    - Modules exchange values as arguments and results, nested as torch's pytrees, or write them to dicts that they get,
+      not by attributes and caches. Tensors that are arguments are not written in place.
+    - The code outside of blocks doesn't read parameters of modules in them. One that it reads of another module that it
+      calls, or could call, such as a table of an embedding, is in all stages that do, as a shared parameter.
     - Which modules are called, and in which order, depends on the shapes of inputs alone (no ``layerdrop``).
     - Parameters and buffers of the containers themselves, such as a table of positions, are in all stages that use
       them; as other shared parameters their gradients are added up. Buffers are constants.
@@ -120,7 +122,7 @@ def split_model(
         units = find_units(model, blocks)
         args, kwargs = _sample_of(model, sample)
         division = ModelDivision(model, units, select)
-        trace = division.trace(args, kwargs, is_training=model.training)
+        trace = division.trace_and_share(args, kwargs, is_training=model.training)
         parts = _find_parts(units, trace)
         if num_stages > len(parts):
             raise ValueError(
@@ -296,5 +298,17 @@ def _make_stages(
             if index in users:
                 container = model.get_submodule(name.rpartition(".")[0])
                 stage.add_own(name, container, is_replicated=len(users) > 1)
+        _add_shared(stage, index, division, uses)
         stages.append(stage)
     return stages
+
+
+def _add_shared(stage: ModelStage, index: int, division: ModelDivision, uses: Mapping[str, Sequence[int]]) -> None:
+    """Add to a stage the parameters of other stages' units that its code reads."""
+    for name in division.shared:
+        path = name.rpartition(".")[0]
+        owner, users = division.owners[path], uses.get(name, ())
+        if index == owner and set(users) - {owner}:
+            stage.replicated_names |= {name}
+        elif index in users and index != owner:
+            stage.add_own(name, division.units.units[path], is_replicated=True)

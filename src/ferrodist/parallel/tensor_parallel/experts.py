@@ -44,6 +44,17 @@ def takes_routing(module: nn.Module) -> bool:
     return len(find_arguments(module.forward)[0]) == len(ARGUMENTS)
 
 
+def computes_all_experts(module: nn.Module) -> bool:
+    """Return whether a module is called with tokens alone, which are sorted by experts, and computes all experts.
+
+    Such are Llama 4's: a product of stacked weights computes each expert for every token, weighted before.
+    """
+    sizes = {one.shape[0] if one.dim() > 2 else -1 for one in module.parameters(recurse=False)}
+    return find_arguments(module.forward) == (["hidden_states"], False) and sizes == {
+        getattr(module, "num_experts", None)
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertStyle(Style):
     """A style of modules of stacked experts, whose code runs on local tensors."""
@@ -71,14 +82,17 @@ class ExpertStyle(Style):
             if self.placement_of(key, one) != Replicate() or key in _ADDED_ONCE
         }
         if not sizes:
+            inner = next((f", but in its modules, as {key!r}" for key, _ in module.named_parameters()), "")
             raise ValueError(
                 f"module {name!r} has no parameters of its own with the experts along dim 0, which"
-                f" {type(self).__name__} shards: give its path in the plan, not its parent's"
+                f" {type(self).__name__} shards{inner}: leave it out of the plan, or give the path of the module that"
+                " has them, if that takes the routing"
             )
         if not self.sizes_fit(set(sizes.values())):
             raise ValueError(
                 f"the parameters of module {name!r} have different sizes of dim 0, {sizes}, and should have the"
-                " experts there: give others as parameters={name: Replicate()}"
+                " experts there: give others as parameters={name: Replicate()}; or, if the last experts have no"
+                " parameters, use TensorParallelExperts"
             )
         return max(sizes.values())
 
@@ -107,6 +121,9 @@ class ExpertParallel(ExpertStyle):
     counts and two all_to_alls, and an all_gather of the outputs of replicated tokens. No token is dropped, unless a
     ``capacity_factor`` says so. (D. Lepikhin et al., "GShard", 2020.)
 
+    Experts that compute all tokens, and have no routing to travel by, as Llama 4's, are sharded likewise, and no token
+    travels: each rank computes its experts, and an all_gather brings the outputs together.
+
     The module's own code runs on the rows for this rank's experts, with ``num_experts`` set to their number,
     ``top_k_index`` counted from the first of them, and weights of 1. Random numbers in it, as a dropout's, are drawn by
     each rank for itself.
@@ -130,6 +147,13 @@ class ExpertParallel(ExpertStyle):
             raise TypeError(f"capacity_factor must be a number or None, not {factor!r}")
         if not 0 < factor < math.inf:
             raise ValueError(f"capacity_factor must be more than 0 and finite, not {factor!r}")
+
+    @override
+    def fitted(self, module: nn.Module) -> Style:
+        if not computes_all_experts(module) or self.capacity_factor is not None:
+            return self
+        placements = {key: self.placement_of(key, one) for key, one in module.named_parameters(recurse=False)}
+        return Style(parameters=placements, outputs=self.outputs or Replicate())
 
     @override
     def check(self, name: str, module: nn.Module) -> None:

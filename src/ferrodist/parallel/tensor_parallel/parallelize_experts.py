@@ -9,7 +9,7 @@ from torch import nn
 from ferrodist.arguments import check_bool, check_type
 from ferrodist.deadline import Deadline
 from ferrodist.parallel.module_init import verify_across_ranks
-from ferrodist.parallel.tensor_parallel.experts import ExpertParallel
+from ferrodist.parallel.tensor_parallel.experts import ExpertParallel, computes_all_experts
 from ferrodist.parallel.tensor_parallel.parallelize import check_mesh, restore_tensors, shard_module
 from ferrodist.parallel.tensor_parallel.plan import check_tensors, parameter_placements, resolve_plan
 from ferrodist.torch_private.modules import own_buffers, own_parameters
@@ -90,9 +90,14 @@ def _resolve(module: nn.Module, plan: Mapping[str, ExpertParallel]) -> dict[str,
     """The styles by the paths of modules, all of which can be sharded."""
     styles: dict[str, ExpertParallel] = {}
     for path, style in resolve_plan(module, plan).items():
+        experts = module.get_submodule(path)
+        if computes_all_experts(experts):
+            raise TypeError(
+                f"{path!r} ({type(experts).__name__}) computes all experts for all tokens, and has no routing by which"
+                " ranks could exchange tokens of their own: use parallelize"
+            )
         if not isinstance(style, ExpertParallel):
             raise TypeError(f"parallelize_experts takes ExpertParallel() for {path!r}, not {style!r}: use parallelize")
-        experts = module.get_submodule(path)
         parameter_placements(experts, {path: style}, path)
         check_tensors(experts, None)
         styles[path] = style

@@ -45,12 +45,13 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Styl
             )
         for one in dict.fromkeys(modules[name] for name in found):
             name = first[one]
-            if name in styles and styles[name] != style:
+            own = style.fitted(one)
+            if name in styles and styles[name] != own:
                 raise ValueError(f"module {name!r} has two styles, by {patterns[name]!r} and by {pattern!r}")
-            style.check(name or type(module).__name__, one)
-            _check_placements(name or type(module).__name__, style.preparation())
-            _check_arguments(name or type(module).__name__, one, style.preparation().wanted)
-            styles[name], patterns[name] = style, pattern
+            own.check(name or type(module).__name__, one)
+            _check_placements(name or type(module).__name__, own.preparation())
+            _check_arguments(name or type(module).__name__, one, own.preparation().wanted)
+            styles[name], patterns[name] = own, pattern
     return styles
 
 

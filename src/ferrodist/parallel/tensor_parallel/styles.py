@@ -68,6 +68,11 @@ class Style:
         if unknown := sorted(set(self.parameters) - own):
             raise ValueError(f"module {name!r} has no parameter {unknown[0]!r}: it has {sorted(own)}")
 
+    def fitted(self, module: nn.Module) -> Style:
+        """The style itself, or another one for the same sharding of a module whose code works otherwise."""
+        del module
+        return self
+
     def placement_of(self, name: str, parameter: torch.Tensor) -> Placement:
         """The placement of one of the module's parameters."""
         del parameter

@@ -377,3 +377,36 @@ def test_tensors_of_containers_from_meta():
             split_model(copy.deepcopy(model), 2, group, sample=X)[group.rank].materialise()
 
     run_ranks(program, 2)
+
+
+class Rows(nn.Module):
+    """A table whose rows are named by floats, as the patches of Pix2Struct have their places."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 8)
+
+    def forward(self, x):
+        return self.table.weight[[int(row) for row in x[:, 0].long().tolist()]]
+
+
+class WithRows(Model):
+    """A model whose first module makes indices of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = Rows()
+
+    def forward(self, x):
+        x = self.rows(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_indices_made_of_inputs_that_later_stages_do_not_get():
+    torch.manual_seed(0)
+    model = WithRows().double()
+    x = torch.tensor([[1.0], [3.0], [0.0]], dtype=torch.float64)
+    stages = split_model(model, 2, None, sample=x)
+    torch.testing.assert_close(stages[1](stages[0](x)), model(x))

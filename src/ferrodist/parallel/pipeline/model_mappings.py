@@ -1,0 +1,87 @@
+"""Mappings that the modules of a model fill, and through which they pass tensors on, besides their results.
+
+So the layers of Gemma 3n have one of keys and values, which later layers share. What a module writes to such an
+argument counts as part of its result.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from ferrodist.torch_private.pytree import tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Content: TypeAlias = "dict[Any, Any]"
+_KINDS = (dict, UserDict)
+
+
+class Mappings:
+    """The mappings in a call's arguments, and what they have before the call; none of them is a keyword's own."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Content) -> None:
+        self._found: list[Any] = []
+        self._lists: list[list[Any]] = []
+        for value in (*args, *kwargs.values()):
+            self._add(value)
+        self._before = [dict(each) for each in self._found]
+        self._lengths = [len(each) for each in self._lists]
+
+    def _add(self, value: Any) -> None:
+        if isinstance(value, _KINDS):
+            self._found.append(value)
+            value = list(value.values())
+        elif isinstance(value, list):
+            self._lists.append(value)
+        if isinstance(value, (list, tuple)):
+            for each in value:
+                self._add(each)
+
+    def written(self, path: str) -> list[Content]:
+        """What each mapping has since then that it had not; ValueError naming a module that has done anything else."""
+        is_shorter = any(before.keys() - found.keys() for before, found in zip(self._before, self._found, strict=True))
+        if is_shorter or self._lengths != [len(each) for each in self._lists]:
+            raise ValueError(
+                f"module {path!r} adds to a list among its arguments, or removes from a mapping, which other stages"
+                " would not see: let it return what it computes, or write to a mapping"
+            )
+        missing = object()
+        return [
+            {key: value for key, value in found.items() if before.get(key, missing) is not value}
+            for before, found in zip(self._before, self._found, strict=True)
+        ]
+
+    def write(self, written: Sequence[Content]) -> None:
+        """Write what `written` has found in a call of a copy of the module."""
+        for mapping, content in zip(self._found, written, strict=True):
+            for key, value in content.items():
+                mapping[key] = value
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """A nested value with the result of a function for each tensor, and copies of its mappings."""
+
+    def change(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        if not isinstance(leaf, _KINDS):
+            return leaf
+        made = copy.copy(leaf)  # of a class that isn't one of torch's pytrees
+        for key, one in leaf.items():
+            made[key] = map_tensors(function, one)
+        return made
+
+    return tree_map(change, value)
+
+
+def leaves_in(value: Any) -> list[Any]:
+    """The leaves of a nested value, also of mappings that aren't torch's pytrees."""
+    found = []
+    for leaf in tree_leaves(value):
+        found += leaves_in(list(leaf.values())) if isinstance(leaf, _KINDS) else [leaf]
+    return found

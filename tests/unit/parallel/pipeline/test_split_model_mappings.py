@@ -1,0 +1,212 @@
+"""Models whose modules write to mappings that they are given, or have constants that the code around them reads."""
+
+import copy
+from collections import UserDict
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from ferrodist import split_model
+from ferrodist.parallel.pipeline import Balance, Pipeline
+from ferrodist.testing import run_ranks
+
+X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+class Block(nn.Module):
+    """A layer that reads from a mapping what an earlier one has written, or writes to it itself."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.writes = writes
+
+    def forward(self, hidden, shared):
+        found = self.layer(hidden).tanh()
+        if self.writes:
+            shared["keys"] = found * 2, found.detach() + 1
+            return hidden + found
+        return hidden + found * shared["keys"][0] + shared["keys"][1]
+
+
+class Model(nn.Module):
+    """A model with a new mapping in each forward."""
+
+    kind = UserDict
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(writes) for writes in (True, False, True, False, False))
+
+    def forward(self, x):
+        shared = self.kind()
+        for block in self.blocks:
+            x = block(x, shared)
+        return {"loss": x.square().mean() + shared["keys"][0].mean()}
+
+
+class DictModel(Model):
+    """The same with a dict."""
+
+    kind = dict
+
+
+class OwnDict(dict):
+    """A class of mappings that torch doesn't know."""
+
+
+class OwnModel(Model):
+    """The same with a class of its own."""
+
+    kind = OwnDict
+
+
+@pytest.mark.parametrize("kind", [Model, DictModel, OwnModel])
+@pytest.mark.parametrize("balance", [[1, 2, 2], [3, 1, 1], Balance.TIMES])
+def test_mappings_that_blocks_write(kind, balance):
+    """What a block writes goes to later stages, and its gradients come back."""
+    torch.manual_seed(0)
+    model = kind().double()
+    alone = copy.deepcopy(model)
+    losses = []
+    for part in X.split(2):
+        loss = alone(part)["loss"]
+        (loss / 2).backward()
+        losses.append(loss.item())
+    expected = {name: each.grad for name, each in alone.named_parameters()}
+
+    def program(group):
+        stages = split_model(copy.deepcopy(model), 3, group, balance, sample=X[:2])
+        pipeline = Pipeline(stages, group, 2)
+        pipeline.step(X)
+        torch.testing.assert_close(pipeline.losses, losses, rtol=1e-14, atol=0)
+        for name, parameter in pipeline.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name])
+
+    run_ranks(program, 3)
+
+
+class Appends(nn.Module):
+    """A block that adds to a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, hidden, seen):
+        seen.append(hidden.sum())
+        return self.layer(hidden)
+
+
+class Removes(Appends):
+    """A block that removes from a mapping."""
+
+    def forward(self, hidden, seen):
+        seen.pop("first", None)
+        return self.layer(hidden)
+
+
+class Collector(nn.Module):
+    """A model that collects in a list or a mapping."""
+
+    def __init__(self, block, make):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self._make = make
+
+    def forward(self, x):
+        seen = self._make()
+        for block in self.blocks:
+            x = block(x, seen)
+        return x.sum() + sum(seen)
+
+
+@pytest.mark.parametrize(("block", "make"), [(Appends, list), (Removes, lambda: {"first": 1})])
+def test_other_writes_are_refused(block, make):
+    with pytest.raises(ValueError, match=r"module 'blocks.0' adds to a list .*, or removes from a mapping"):
+        split_model(Collector(block, make).double(), 2, None, sample=X)
+
+
+class Embeddings(nn.Module):
+    """Embeddings with constants: default kinds, which the model's code reads, and counts of calls."""
+
+    def __init__(self, *, counts):
+        super().__init__()
+        self.kinds = nn.Embedding(3, 6)
+        self.register_buffer("default", torch.tensor([2, 1]).repeat(3), persistent=False)
+        self.counts = counts
+
+    def forward(self, x, kinds):
+        if self.counts:
+            self.default += 1
+        return x + self.kinds(kinds % 3).sum(0)
+
+
+class WithConstants(nn.Module):
+    """A model whose later stages read constants of its first one, and the device of its parameters."""
+
+    def __init__(self, *, counts=False):
+        super().__init__()
+        self.embeddings = Embeddings(counts=counts)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        device = next(self.parameters()).device
+        x = self.embeddings(x, self.embeddings.default)
+        for block in self.blocks:
+            x = block(x.to(device)).tanh() * (self.embeddings.default + torch.ones((), device=device))
+        return x.square().mean()
+
+
+def test_constants_of_units_are_in_all_stages():
+    """Those of integers that no checkpoint has; they are no part of a stage's state."""
+    torch.manual_seed(0)
+    model = WithConstants().double()
+    expected = model(X)
+
+    def program(group):
+        stages = split_model(copy.deepcopy(model), 2, group, [2, 2], sample=X)
+        message = stages[0](X)
+        torch.testing.assert_close(stages[1](message), expected)
+        assert not any("default" in name for stage in stages for name in stage.state_dict())
+
+    run_ranks(program, 1)
+
+
+def test_constants_that_change_are_refused():
+    with pytest.raises(ValueError, match=r"reads 'embeddings.default', which the forward of this module sets"):
+        split_model(WithConstants(counts=True).double(), 2, None, sample=X)
+
+
+def test_gemma_3n_shares_keys_and_values_across_stages():
+    """Its last layers take the keys and values of earlier ones from a mapping."""
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        head_dim=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=4,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=32,
+        hidden_size_per_layer_input=4,
+        laurel_rank=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3nForCausalLM(config).double()
+    tokens = torch.randint(3, 30, (2, 6))
+    batch = {"input_ids": tokens, "labels": tokens}
+    expected = model(**batch, use_cache=False).loss
+
+    def program(group):
+        pipeline = Pipeline(split_model(copy.deepcopy(model), 2, group, sample=batch), group, 1)
+        pipeline.step(batch)
+        torch.testing.assert_close(pipeline.losses, [expected.item()], rtol=1e-6, atol=0)
+
+    run_ranks(program, 2)
