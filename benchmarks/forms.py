@@ -37,7 +37,7 @@ OPEN_MPI = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none")
 # Those of ferrodist, in the order of the table; a form with a suffix is compared with the others' plain one.
 FORMS = (
     *("allreduce", "allreduce, out=", "allreduce, timeout=", "allreduce, sub-group", "allreduce, started"),
-    *("reduce", "reduce, out=", "broadcast", "broadcast, out="),
+    *("reduce", "reduce, out=", "broadcast", "broadcast, out=", "broadcast, in place"),
     *("all_gather", "all_gather, out=", "all_gather, started", "all_gather, uneven"),
     *("all_gather, list", "reduce_scatter, list"),  # torch's
     *("gather", "gather, out=", "scatter", "scatter, out=", "reduce_scatter", "reduce_scatter, out="),
@@ -86,7 +86,7 @@ class Library:
 
 def plain_form(form: str) -> str:
     """The form of a library without its variants that is compared with a form."""
-    for suffix in (", out=", ", timeout=", ", sub-group", ", list"):
+    for suffix in (", out=", ", in place", ", timeout=", ", sub-group", ", list"):
         form = form.replace(suffix, "")
     return form
 

@@ -116,6 +116,7 @@ class Ferrodist:
         targets = list(tensor(np.empty(at.total, np.float32)).split(at.part))
         source_of_sent = tensor(values(rank, sum(at.sent)))
         root_out = target if rank == 0 else None
+        data = whole if rank == 0 else target
 
         def batch() -> Any:
             fd.batch([fd.Send(whole, right), fd.Recv(target, left)])
@@ -131,6 +132,7 @@ class Ferrodist:
             "reduce, out=": lambda: fd.reduce(whole, 0, out=root_out),
             "broadcast": lambda: fd.broadcast(whole, 0),
             "broadcast, out=": lambda: fd.broadcast(whole, 0, out=target),
+            "broadcast, in place": lambda: fd.broadcast(data, 0, out=data),
             "all_gather": lambda: fd.all_gather(part),
             "all_gather, out=": lambda: fd.all_gather(part, out=target),
             "all_gather, started": lambda: fd.async_all_gather(part).wait(),

@@ -208,7 +208,9 @@ void broadcast(Context& context, std::byte* out, const std::byte* source, std::s
         .count = count,
         .element_size = element_size,
         .segment_elements = elements_in(segment_bytes(size, context.fabric.layout()), element_size)};
-    const Offer offer = offer_source(context, Operation::broadcast, is_root ? source : out, size, size);
+    // A root whose result is its source has nothing else to do while the others read.
+    const bool is_read = !is_root || out != source || size <= most_read_from_idle_bytes;
+    const Offer offer = offer_source(context, Operation::broadcast, is_root ? source : out, size, is_read ? size : 0);
     exchange(
         context, payload, offer, segmentation.num_segments(),
         [&](std::size_t k, std::byte* slot) {
