@@ -108,13 +108,18 @@ class ModelDivision:
         trace = self.trace(args, kwargs, is_training=is_training)
         sources = trace.result.union(trace.reads, *(call.sources for call in trace.calls))
         names = {content for kind, content in sources if kind == "weight"}
-        for path in self.units.stateful:
-            for key, parameter in own_parameters(self.units.units[path]).items():
-                name = f"{path}.{key}"
-                if parameter is not None and name in names and not is_integer(parameter.dtype):
-                    self.shared[name] = parameter
-                    zeros = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
-                    self.own[name] = zeros.requires_grad_(parameter.requires_grad)
+        known = {
+            f"{path}.{key}": parameter
+            for path in self.units.stateful
+            for key, parameter in own_parameters(self.units.units[path]).items()
+            if parameter is not None
+        }
+        read = {id(known[name]) for name in names if name in known}  # of a tied one that is one of its names
+        for name, parameter in known.items():
+            if id(parameter) in read and not is_integer(parameter.dtype):
+                self.shared[name] = parameter
+                zeros = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
+                self.own[name] = zeros.requires_grad_(parameter.requires_grad)
         return self.trace(args, kwargs, is_training=is_training) if self.shared else trace
 
     def _add_changed(self, path: str, names: set[str]) -> None:

@@ -135,7 +135,7 @@ class Tracer(DispatchMode):  # type: ignore[misc]
 
     def __init__(
         self,
-        stateful: frozenset[str],
+        stateful: Sequence[str],
         shadows: Mapping[str, torch.nn.Module],
         changed: Callable[[str, set[str]], None],
     ) -> None:
@@ -205,10 +205,11 @@ class Tracer(DispatchMode):  # type: ignore[misc]
             before = attributes_of(self._shadows[path])
             returned = self._shadows[path](*args, **kwargs)
             self._changed(path, changed_attributes(before, self._shadows[path]))
-            result = returned, mappings.written(path)
-            if not any(kind == "call" for kind, _ in self.sources_of(result)):
+            written = mappings.written(path, is_everywhere=True)
+            if not any(kind == "call" for kind, _ in self.sources_of((returned, written, mappings.changed_lists()))):
                 self.trace.calls.append(Call(path=path, is_local=True, sources=sources, leaves=(), spec=None))
                 return returned
+            result = returned, mappings.written(path)
         else:
             result = self._run_on_meta(path, args, kwargs)
         leaves, spec = tree_flatten(result)

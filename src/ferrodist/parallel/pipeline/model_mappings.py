@@ -30,7 +30,7 @@ class Mappings:
         for value in (*args, *kwargs.values()):
             self._add(value)
         self._before = [dict(each) for each in self._found]
-        self._lengths = [len(each) for each in self._lists]
+        self._items = [list(each) for each in self._lists]
 
     def _add(self, value: Any) -> None:
         if isinstance(value, _KINDS):
@@ -42,18 +42,36 @@ class Mappings:
             for each in value:
                 self._add(each)
 
-    def written(self, path: str) -> list[Content]:
-        """What each mapping has since then that it had not; ValueError naming a module that has done anything else."""
-        is_shorter = any(before.keys() - found.keys() for before, found in zip(self._before, self._found, strict=True))
-        if is_shorter or self._lengths != [len(each) for each in self._lists]:
+    def written(self, path: str, *, is_everywhere: bool = False) -> list[Content]:
+        """What each mapping has since then that it had not.
+
+        Args:
+            path: The module's.
+            is_everywhere: Whether all stages run the module, and see what it does to lists.
+
+        Raises:
+            ValueError: The module has changed a list, or the order of a mapping, or removed from a mapping.
+        """
+        is_reordered = any(
+            list(found)[: len(before)] != list(before) for before, found in zip(self._before, self._found, strict=True)
+        )
+        if is_reordered or (not is_everywhere and self.changed_lists()):
             raise ValueError(
-                f"module {path!r} adds to a list among its arguments, or removes from a mapping, which other stages"
-                " would not see: let it return what it computes, or write to a mapping"
+                f"module {path!r} changes a list among its arguments, or removes from a mapping or moves its keys,"
+                " which other stages would not see: let it return what it computes, or write to a mapping"
             )
         missing = object()
         return [
             {key: value for key, value in found.items() if before.get(key, missing) is not value}
             for before, found in zip(self._before, self._found, strict=True)
+        ]
+
+    def changed_lists(self) -> list[list[Any]]:
+        """The lists that have other items since then."""
+        return [
+            each
+            for each, items in zip(self._lists, self._items, strict=True)
+            if len(each) != len(items) or any(one is not other for one, other in zip(each, items, strict=True))
         ]
 
     def write(self, written: Sequence[Content]) -> None:

@@ -14,6 +14,7 @@ they are sent to all stages.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from ferrodist.torch_private.modules import own_buffers, own_modules, own_parame
 from ferrodist.torch_private.pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ferrodist.parallel.module_init import Initialiser
     from ferrodist.parallel.pipeline.model_division import ModelDivision, WholeModel
@@ -113,7 +114,8 @@ class ModelStage(ModulePart):
         """Initialise a container's tensors, of which ``part`` has some, in the copy of the container itself."""
         tensors = {name: each for name, each in _own_tensors(part).items() if each is not None}
         self._skeleton.install({f"{path}.{name}".lstrip("."): each for name, each in tensors.items()})
-        initialise(original)
+        with _dense(original, tensors):
+            initialise(original)
         found = _own_tensors(original)
         with torch.no_grad():
             for name, tensor in tensors.items():
@@ -392,6 +394,24 @@ def _allocate(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 def _own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return {**own_parameters(module), **own_buffers(module)}
+
+
+@contextlib.contextmanager
+def _dense(module: torch.nn.Module, kept: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Give a module memory in place of its stand-ins, so that it can be initialised; some tensors are kept."""
+    tables: list[dict[str, Any]] = [own_parameters(module), own_buffers(module)]
+    replaced = [(table, dict(table)) for table in tables]
+    for table in tables:
+        for name, tensor in table.items():
+            if tensor is not None and name not in kept:
+                made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                table[name] = torch.nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+    try:
+        yield
+    finally:
+        for table, before in replaced:
+            table.update({name: tensor for name, tensor in before.items() if name not in kept})
 
 
 def _version_of_input(leaf: Any) -> int:

@@ -33,7 +33,7 @@ class ModelUnits:
 
     units: dict[str, torch.nn.Module]
     """All units in the order of registration. A module with two names is there twice."""
-    stateful: frozenset[str]
+    stateful: tuple[str, ...]
     """The units with parameters or persistent buffers, which have a stage."""
     blocks: frozenset[str]
     """The units in lists of blocks."""
@@ -92,7 +92,7 @@ def _collect(model: torch.nn.Module, containers: set[str], lists: Sequence[str])
                 units[prefix + name] = child
     return ModelUnits(
         units=units,
-        stateful=frozenset(path for path, unit in units.items() if unit.state_dict(keep_vars=True)),
+        stateful=tuple(path for path, unit in units.items() if unit.state_dict(keep_vars=True)),
         blocks=frozenset(path for path in units if path.rpartition(".")[0] in lists),
         own=own,
     )

@@ -49,7 +49,10 @@ def computes_all_experts(module: nn.Module) -> bool:
 
     Such are Llama 4's: a product of stacked weights computes each expert for every token, weighted before.
     """
-    sizes = {one.shape[0] if one.dim() > 2 else -1 for one in module.parameters(recurse=False)}
+    sizes = {
+        one.shape[0] if one.dim() > 2 and "." not in key else -1  # not a layer that has its router and experts
+        for key, one in module.named_parameters()
+    }
     return find_arguments(module.forward) == (["hidden_states"], False) and sizes == {
         getattr(module, "num_experts", None)
     }
@@ -150,7 +153,8 @@ class ExpertParallel(ExpertStyle):
 
     @override
     def fitted(self, module: nn.Module) -> Style:
-        if not computes_all_experts(module) or self.capacity_factor is not None:
+        is_plain = not self.parameters and self.wanted is None and self.capacity_factor is None
+        if not computes_all_experts(module) or not is_plain:
             return self
         placements = {key: self.placement_of(key, one) for key, one in module.named_parameters(recurse=False)}
         return Style(parameters=placements, outputs=self.outputs or Replicate())

@@ -108,6 +108,22 @@ class Removes(Appends):
         return self.layer(hidden)
 
 
+class Replaces(Appends):
+    """A block that puts another item into a list."""
+
+    def forward(self, hidden, seen):
+        seen[-1] = hidden.sum()
+        return self.layer(hidden)
+
+
+class Moves(Appends):
+    """A block that moves a key of a mapping."""
+
+    def forward(self, hidden, seen):
+        seen["first"] = seen.pop("first")
+        return self.layer(hidden)
+
+
 class Collector(nn.Module):
     """A model that collects in a list or a mapping."""
 
@@ -123,9 +139,17 @@ class Collector(nn.Module):
         return x.sum() + sum(seen)
 
 
-@pytest.mark.parametrize(("block", "make"), [(Appends, list), (Removes, lambda: {"first": 1})])
+@pytest.mark.parametrize(
+    ("block", "make"),
+    [
+        (Appends, list),
+        (Replaces, lambda: [0, 0]),
+        (Removes, lambda: {"first": 1}),
+        (Moves, lambda: {"first": 1, "second": 2}),
+    ],
+)
 def test_other_writes_are_refused(block, make):
-    with pytest.raises(ValueError, match=r"module 'blocks.0' adds to a list .*, or removes from a mapping"):
+    with pytest.raises(ValueError, match=r"module 'blocks.0' changes a list .*, or removes from a mapping"):
         split_model(Collector(block, make).double(), 2, None, sample=X)
 
 

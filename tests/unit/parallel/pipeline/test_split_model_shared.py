@@ -129,3 +129,55 @@ def test_relative_embeddings_of_deberta():
             torch.testing.assert_close(parameter.grad, expected[name], msg=name)
 
     run_ranks(program, 2)
+
+
+class ManyReads(nn.Module):
+    """A model whose last code reads four parameters, one of them tied, of modules with others beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(9, 6)
+        self.tables = nn.ModuleList(nn.Linear(6, 9) for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(6, 9)
+        self.head.weight = self.words.weight
+
+    def forward(self, words):
+        hidden = self.words(words)
+        for table in self.tables:
+            hidden = hidden + table(hidden) @ table.weight
+        for block in self.blocks:
+            hidden = block(hidden, self.tables[0].weight)
+        read = self.tables[2].weight * self.tables[1].weight + self.words.weight
+        return {"loss": (self.head(hidden) + hidden @ read.t()).square().mean()}
+
+
+def test_shared_parameters_have_the_models_order():
+    """The ranks of a stage, processes with hashes of their own, register parameters in the same order."""
+    stages = split_model(ManyReads().double(), 2, None, sample=WORDS[:2])
+    names = [name for name, _ in stages[1].named_parameters()]
+    read = [name for name in names if name.startswith("tables")]
+    assert read == [f"tables.{index}.weight" for index in range(3)]
+
+
+def test_gradients_of_many_shared_parameters():
+    torch.manual_seed(0)
+    model = ManyReads().double()
+    losses, expected = one_process(model)
+
+    def program(group):
+        pipeline = Pipeline(split_model(copy.deepcopy(model), 2, group, sample=WORDS[:2]), group, 2)
+        pipeline.step(WORDS)
+        torch.testing.assert_close(pipeline.losses, losses, rtol=1e-14, atol=0)
+        for name, parameter in pipeline.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name.replace("head.weight", "words.weight")])
+
+    run_ranks(program, 2)
+
+
+def test_shared_parameters_beside_others_on_the_meta_device():
+    with torch.device("meta"):
+        model = ManyReads()
+    for stage in split_model(model, 2, None, sample=WORDS[:2]):
+        stage.materialise()
+        assert not any(each.is_meta for each in stage.parameters())

@@ -109,5 +109,7 @@ def test_own_tokens_need_a_routing():
             fd.parallelize_experts(Block(), mesh_of(group), {"experts": ExpertParallel()})
         with pytest.raises(TypeError, match="takes hidden_states, top_k_index"):
             fd.parallelize(Block(), mesh_of(group), {"experts": ExpertParallel(capacity_factor=1.0)})
+        with pytest.raises(ValueError, match="has no parameter 'typo'"):
+            fd.parallelize(Block(), mesh_of(group), {"experts": ExpertParallel(parameters={"typo": fd.Replicate()})})
 
     run_ranks(program, 1)
