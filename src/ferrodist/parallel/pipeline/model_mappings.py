@@ -22,7 +22,7 @@ _KINDS = (dict, UserDict)
 
 
 class Mappings:
-    """The mappings in a call's arguments, and what they have before the call; none of them is a keyword's own."""
+    """The mappings and lists in a call's arguments, with their contents before the call."""
 
     def __init__(self, args: Sequence[Any], kwargs: Content) -> None:
         self._found: list[Any] = []
@@ -43,7 +43,7 @@ class Mappings:
                 self._add(each)
 
     def written(self, path: str, *, is_everywhere: bool = False) -> list[Content]:
-        """What each mapping has since then that it had not.
+        """The entries of each mapping that are new or changed since then.
 
         Args:
             path: The module's.
