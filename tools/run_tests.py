@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -176,10 +177,14 @@ def run_parts(names: Sequence[str]) -> Results:
             while waiting and len(running) < _NUM_AT_ONCE:
                 running.append(Part(waiting[0], arguments_of(waiting.pop(0))))
             time.sleep(_POLL_INTERVAL_SECONDS)
-            for part in [part for part in running if part.process.poll() is not None]:
+            for part in list(running):
+                used = _children_seconds()
+                if part.process.poll() is None:
+                    continue
+                used = _children_seconds() - used  # of all processes that the part has waited for
                 running.remove(part)
                 results.add(part)
-                print(f"{_elapsed(begin)}  {part.name} has ended: {_last_line(part.log)}", flush=True)
+                print(f"{_elapsed(begin)}  {part.name} has ended: {_last_line(part.log)}, {used:.0f} s of processors")
             if running and time.monotonic() - reported > _REPORT_INTERVAL_SECONDS:
                 reported = time.monotonic()
                 print(f"{_elapsed(begin)}  {', '.join(part.progress for part in running)}", flush=True)
@@ -187,6 +192,11 @@ def run_parts(names: Sequence[str]) -> Results:
         for part in running:
             part.stop()
     return results
+
+
+def _children_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _elapsed(begin: float) -> str:

@@ -55,7 +55,7 @@ def measure_times(
 
 
 class _Call(torch.nn.Module):
-    """A module that is called with one argument, another's arguments, and also returns what that writes to mappings."""
+    """A module that is called with one argument, another's arguments, and returns an `Outcome`."""
 
     def __init__(self, module: torch.nn.Module, path: str) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ class _Call(torch.nn.Module):
 
     def forward(self, arguments: Any) -> Any:
         args, kwargs = arguments
-        mappings = Mappings(args, kwargs)
-        return self.module(*args, **kwargs), mappings.written(self._path)
+        mappings = Mappings(self._path, args, kwargs)
+        return mappings.outcome(self.module(*args, **kwargs))
 
 
 def measure_units(
@@ -81,11 +81,10 @@ def measure_units(
         unit = units[path]
         if any(has_meta_tensors(module) for module in unit.modules()):
             raise ValueError(f"module {path!r} is on the meta device and can't be measured: balance parameters")
-        mappings = Mappings(args, kwargs)
-        seconds, (result, written) = _measure(_Call(copy.deepcopy(unit), path), (args, kwargs), clock)
+        mappings = Mappings(path, args, kwargs)
+        seconds, outcome = _measure(_Call(copy.deepcopy(unit), path), (args, kwargs), clock)
         times[path] = times.get(path, 0) + seconds
-        mappings.write(written)
-        return result
+        return mappings.apply(outcome)
 
     with preserve_random_states(), torch.inference_mode(False), torch.enable_grad():
         run(call)

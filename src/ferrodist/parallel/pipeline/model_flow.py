@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ferrodist.parallel.pipeline.model_mappings import Mappings, leaves_in, map_tensors
+from ferrodist.parallel.pipeline.model_mappings import Mappings, Outcome, leaves_in, map_tensors
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modes import DispatchMode
 from ferrodist.torch_private.modules import own_buffers
@@ -200,19 +200,19 @@ class Tracer(DispatchMode):  # type: ignore[misc]
                 f"module {path!r} gets {type(hidden).__name__}, an object that holds tensors, which can't go from stage"
                 " to stage: switch it off (use_cache=False for a cache of keys and values)"
             )
-        mappings = Mappings(args, kwargs)
+        mappings = Mappings(path, args, kwargs)
         if path not in self._stateful:
             before = attributes_of(self._shadows[path])
             returned = self._shadows[path](*args, **kwargs)
             self._changed(path, changed_attributes(before, self._shadows[path]))
-            written = mappings.written(path, is_everywhere=True)
-            if not any(kind == "call" for kind, _ in self.sources_of((returned, written, mappings.changed_lists()))):
+            changed = returned, mappings.written(), mappings.changed_lists()
+            if not any(kind == "call" for kind, _ in self.sources_of(changed)):
                 self.trace.calls.append(Call(path=path, is_local=True, sources=sources, leaves=(), spec=None))
                 return returned
-            result = returned, mappings.written(path)
+            outcome = mappings.outcome(returned)
         else:
-            result = self._run_on_meta(path, args, kwargs)
-        leaves, spec = tree_flatten(result)
+            outcome = self._run_on_meta(path, args, kwargs)
+        leaves, spec = tree_flatten(outcome)
         call_index = len(self.trace.calls)
         shapes = tuple(
             LeafShape(tuple(each.shape), each.dtype, each.requires_grad) if isinstance(each, torch.Tensor) else each
@@ -226,9 +226,7 @@ class Tracer(DispatchMode):  # type: ignore[misc]
                 self.mark(found[-1], ("call", (call_index, index)))
             else:
                 found.append(leaf)
-        made, written = tree_unflatten(found, spec)
-        mappings.write(written)
-        return made
+        return mappings.apply(tree_unflatten(found, spec))
 
     def _refuse_meta(self, args: Any, kwargs: Any) -> None:
         """Raise for a tensor of a unit that the code between units uses, and that the unit didn't return."""
@@ -237,11 +235,8 @@ class Tracer(DispatchMode):  # type: ignore[misc]
             if kind in found:
                 raise ValueError(message.format(name=found[kind], what="the code between modules"))
 
-    def _run_on_meta(self, path: str, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
-        """The result of a unit on the meta device, or with zeros as parameters where its code needs values.
-
-        With it goes what the unit writes to mappings.
-        """
+    def _run_on_meta(self, path: str, args: Any, kwargs: Any) -> Outcome:
+        """The outcome of a unit on the meta device, or with zeros as parameters where its code needs values."""
         shadow = self._shadows[path]
         try:
             given = map_tensors(lambda value: copied(value, "meta"), (args, kwargs))
@@ -263,9 +258,9 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         finally:
             self._inside = None
 
-    def _run_inside(self, path: str, shadow: torch.nn.Module, arguments: Any) -> tuple[Any, list[Any]]:
+    def _run_inside(self, path: str, shadow: torch.nn.Module, arguments: Any) -> Outcome:
         self._inside = path
-        before, mappings = attributes_of(shadow), Mappings(*arguments)
+        before, mappings = attributes_of(shadow), Mappings(path, *arguments)
         tensors = _tensors_in(arguments)
         versions = list(map(version_of, tensors))
         try:
@@ -278,7 +273,7 @@ class Tracer(DispatchMode):  # type: ignore[misc]
                 f"module {path!r} writes to its arguments in place, which other stages would not see: let it return"
                 " what it computes"
             )
-        return result, mappings.written(path)
+        return mappings.outcome(result)
 
 
 def find_flow(trace: Trace, owners: Mapping[str, int], num_stages: int) -> Flow:

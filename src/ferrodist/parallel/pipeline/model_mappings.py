@@ -1,14 +1,15 @@
 """Mappings that the modules of a model fill, and through which they pass tensors on, besides their results.
 
 So the layers of Gemma 3n have one of keys and values, which later layers share. What a module writes to such an
-argument counts as part of its result.
+argument counts as part of its result; an argument that it returns goes to other stages as its position.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import UserDict
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -21,10 +22,40 @@ Content: TypeAlias = "dict[Any, Any]"
 _KINDS = (dict, UserDict)
 
 
-class Mappings:
-    """The mappings and lists in a call's arguments, with their contents before the call."""
+@dataclass(frozen=True)
+class _Argument:
+    """A mapping or list of the arguments, in a result.
 
-    def __init__(self, args: Sequence[Any], kwargs: Content) -> None:
+    Args:
+        index: Its index among all of them.
+    """
+
+    index: int
+
+
+class Outcome(NamedTuple):
+    """What a module's call gives, apart from the identity of its arguments.
+
+    Args:
+        returned: Its result, with an `_Argument` in place of a mapping or list that it got.
+        written: The new and changed entries of each mapping.
+    """
+
+    returned: Any
+    written: list[Content]
+
+
+class Mappings:
+    """The mappings and lists in a call's arguments, with their contents before the call.
+
+    Args:
+        path: The module's.
+        args: The call's positional arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    def __init__(self, path: str, args: Sequence[Any], kwargs: Content) -> None:
+        self._path = path
         self._found: list[Any] = []
         self._lists: list[list[Any]] = []
         for value in (*args, *kwargs.values()):
@@ -42,24 +73,50 @@ class Mappings:
             for each in value:
                 self._add(each)
 
-    def written(self, path: str, *, is_everywhere: bool = False) -> list[Content]:
-        """The entries of each mapping that are new or changed since then.
-
-        Args:
-            path: The module's.
-            is_everywhere: Whether all stages run the module, and see what it does to lists.
+    def outcome(self, returned: Any) -> Outcome:
+        """What the call has given.
 
         Raises:
-            ValueError: The module has changed a list, or the order of a mapping, or removed from a mapping.
+            ValueError: As for `written`, or the module has changed a list.
+        """
+        if self.changed_lists():
+            raise self._unseen_write()
+        indexes = {id(each): index for index, each in enumerate((*self._found, *self._lists))}
+        packed = tree_map(
+            lambda leaf: _Argument(indexes[id(leaf)]) if id(leaf) in indexes else leaf,
+            returned,
+            is_leaf=lambda leaf: id(leaf) in indexes,
+        )
+        return Outcome(packed, self.written())
+
+    def apply(self, outcome: Outcome) -> Any:
+        """Write what a call of a copy of the module has written; returns the call's result.
+
+        Raises:
+            ValueError: A mapping that is written to is twice among the arguments.
+        """
+        if any(outcome.written) and len({id(each) for each in self._found}) < len(self._found):
+            raise ValueError(
+                f"module {self._path!r} writes to a mapping that is among its arguments twice, of which other stages"
+                " would see one: give it once"
+            )
+        for mapping, content in zip(self._found, outcome.written, strict=True):
+            for key, value in content.items():
+                mapping[key] = value
+        arguments = (*self._found, *self._lists)
+        return tree_map(lambda leaf: arguments[leaf.index] if isinstance(leaf, _Argument) else leaf, outcome.returned)
+
+    def written(self) -> list[Content]:
+        """The entries of each mapping that are new or changed since then.
+
+        Raises:
+            ValueError: The module has changed the order of a mapping, or removed from it.
         """
         is_reordered = any(
             list(found)[: len(before)] != list(before) for before, found in zip(self._before, self._found, strict=True)
         )
-        if is_reordered or (not is_everywhere and self.changed_lists()):
-            raise ValueError(
-                f"module {path!r} changes a list among its arguments, or removes from a mapping or moves its keys,"
-                " which other stages would not see: let it return what it computes, or write to a mapping"
-            )
+        if is_reordered:
+            raise self._unseen_write()
         missing = object()
         return [
             {key: value for key, value in found.items() if before.get(key, missing) is not value}
@@ -74,11 +131,11 @@ class Mappings:
             if len(each) != len(items) or any(one is not other for one, other in zip(each, items, strict=True))
         ]
 
-    def write(self, written: Sequence[Content]) -> None:
-        """Write what `written` has found in a call of a copy of the module."""
-        for mapping, content in zip(self._found, written, strict=True):
-            for key, value in content.items():
-                mapping[key] = value
+    def _unseen_write(self) -> ValueError:
+        return ValueError(
+            f"module {self._path!r} changes a list among its arguments, or removes from a mapping or moves its keys,"
+            " which other stages would not see: let it return what it computes, or write to a mapping"
+        )
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

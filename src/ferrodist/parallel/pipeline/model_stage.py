@@ -27,7 +27,7 @@ from ferrodist.parallel.pipeline.model_flow import (
     LeafShape,
     is_integer,
 )
-from ferrodist.parallel.pipeline.model_mappings import Mappings
+from ferrodist.parallel.pipeline.model_mappings import Mappings, Outcome
 from ferrodist.parallel.pipeline.state_dict import ModulePart
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
@@ -292,24 +292,22 @@ class _StageRun:
         if call_index >= len(self._flow.calls) or self._flow.calls[call_index].path != path:
             raise self._deviation(f"calls {path!r}")
         self._next += 1
-        owner, mappings = self._flow.owners[call_index], Mappings(args, kwargs)
+        owner, mappings = self._flow.owners[call_index], Mappings(path, args, kwargs)
         if owner is not None and owner != self._index:
-            result, written = self._stand_in(call_index, (args, kwargs))
-            mappings.write(written)
-            return result
+            return mappings.apply(self._stand_in(call_index, (args, kwargs)))
         result = self._stage.unit(path)(*args, **kwargs)
         if owner is None:
             return result
         if self._index < len(self._flow.sent):
-            self._keep(call_index, (result, mappings.written(path)))
+            self._keep(call_index, mappings.outcome(result))
         if call_index == self._flow.last_calls[self._index] and self._index < len(self._flow.sent):
             raise _StageDone
         return result
 
-    def _keep(self, call_index: int, result: Any) -> None:
-        """Keep what later stages get of a unit's result, and check that the rest is as they expect."""
+    def _keep(self, call_index: int, outcome: Outcome) -> None:
+        """Keep what later stages get of a unit's call, and check that the rest is as they expect."""
         call = self._flow.calls[call_index]
-        leaves, spec = tree_flatten(result)
+        leaves, spec = tree_flatten(outcome)
         if len(leaves) != len(call.leaves) or spec != call.spec:
             raise self._other_result(call.path, "another structure and not the one")
         for leaf, (value, expected) in enumerate(zip(leaves, call.leaves, strict=True)):
@@ -359,11 +357,8 @@ class _StageRun:
         args, kwargs = tree_unflatten(packed, self._spec)
         return {"args": args, "kwargs": kwargs, "values": values}
 
-    def _stand_in(self, call_index: int, arguments: Any) -> Any:
-        """A result of another stage: the received tensors, and stand-ins for those that are not read any more.
-
-        With it goes what the unit has written to mappings.
-        """
+    def _stand_in(self, call_index: int, arguments: Any) -> Outcome:
+        """The outcome of another stage's unit: received tensors, and stand-ins for those that are not read any more."""
         call = self._flow.calls[call_index]
         given = [each for each in tree_flatten(arguments)[0] if isinstance(each, torch.Tensor)]
         device = given[0].device if given else self._stage.device
@@ -375,7 +370,8 @@ class _StageRun:
             else shape
             for leaf, shape in enumerate(call.leaves)
         ]
-        return tree_unflatten(leaves, call.spec)
+        outcome: Outcome = tree_unflatten(leaves, call.spec)
+        return outcome
 
     def _deviation(self, what: str) -> RuntimeError:
         expected = self._flow.calls[self._next].path if self._next < len(self._flow.calls) else "the end"

@@ -153,6 +153,67 @@ def test_other_writes_are_refused(block, make):
         split_model(Collector(block, make).double(), 2, None, sample=X)
 
 
+class Passes(Appends):
+    """A block that writes to its mapping and returns it, beside what it computes."""
+
+    def forward(self, hidden, seen):
+        hidden = self.layer(hidden)
+        seen[len(seen)] = hidden.sum()
+        return hidden, seen
+
+
+class Passing(nn.Module):
+    """A model whose code goes on with the mappings that blocks return, and ends with its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Passes() for _ in range(3))
+
+    def forward(self, x):
+        own = given = {}
+        for block in self.blocks:
+            x, given = block(x, given)
+            given[len(given)] = x.mean()
+        assert given is own
+        return x.sum() + sum(own.values())
+
+
+@pytest.mark.parametrize("balance", [[1, 2], [2, 1], Balance.TIMES])
+def test_a_mapping_that_blocks_return_stays_the_same(balance):
+    torch.manual_seed(0)
+    model = Passing().double()
+    expected = model(X)
+
+    def program(group):
+        stages = split_model(copy.deepcopy(model), 2, group, balance, sample=X)
+        torch.testing.assert_close(stages[1](stages[0](X)), expected)
+
+    run_ranks(program, 1)
+
+
+class Twice(Collector):
+    """A model that gives its blocks one mapping twice."""
+
+    def forward(self, x):
+        seen = {}
+        for block in self.blocks:
+            x, _ = block(x, seen, seen)
+        return x.sum() + sum(seen.values())
+
+
+class PassesOne(Passes):
+    """A block with two mappings that writes to one of them."""
+
+    def forward(self, hidden, seen, other):
+        assert len(other) >= 0
+        return super().forward(hidden, seen)
+
+
+def test_a_mapping_that_is_given_twice_is_refused():
+    with pytest.raises(ValueError, match=r"module 'blocks.0' writes to a mapping that is among its arguments twice"):
+        split_model(Twice(PassesOne, None).double(), 2, None, sample=X)
+
+
 class Embeddings(nn.Module):
     """Embeddings with constants: default kinds, which the model's code reads, and counts of calls."""
 
