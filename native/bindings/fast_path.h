@@ -1,5 +1,5 @@
 // The fast path of collectives: from Python's tensors straight into the engine. collectives/fast_path.py says when a
-// call is plain, and has the calls from rank to rank.
+// call is plain; calls from rank to rank are in fast_p2p.h.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -252,9 +252,9 @@ if not TYPE_CHECKING:  # checkers refuse names that are not there
             return import_module(f"{__name__}.{name}")
         module = _MODULE_OF.get(name)
         if module is None:
-            from ferrodist.torch_equivalents import hint_for  # noqa: PLC0415 - seldom needed
+            from ferrodist.torch_equivalents import missing_attribute  # noqa: PLC0415 - seldom needed
 
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint_for(name)}")
+            raise missing_attribute(__name__, name)
         value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
         return value
 

@@ -1,4 +1,4 @@
-"""The equivalents of torch.distributed's names, for error messages about missing attributes of `ferrodist`."""
+"""The equivalents of torch.distributed's names, for errors about missing attributes of ferrodist's packages."""
 
 _RESULT = "which returns its result (out=tensor writes it in place)"
 
@@ -68,7 +68,8 @@ _HINTS = {
 }
 
 
-def hint_for(name: str) -> str:
-    """Return the equivalent of a name of torch.distributed as the end of a sentence; empty for other names."""
-    hint = _HINTS.get(name)
-    return "" if hint is None else f": {hint} (docs/from-torch.md has torch.distributed's other names)"
+def missing_attribute(module: str, name: str) -> AttributeError:
+    """The error for a name that a module doesn't have, with the equivalent of a name of torch.distributed's."""
+    equivalent = _HINTS.get(name)
+    hint = f": {equivalent} (docs/from-torch.md has torch.distributed's other names)" if equivalent else ""
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)

@@ -12,7 +12,6 @@ from page_tables import FENCES, Page, exists
 
 import ferrodist as fd
 from ferrodist.testing import run_ranks
-from ferrodist.torch_equivalents import hint_for
 
 PAGE = Page("from-torch.md", "torch")
 ROWS = [
@@ -86,9 +85,18 @@ def test_collectives_say_that_they_return_their_result(name):
 
 def test_other_names_get_no_hint():
     """A misspelt name of ours is no name of torch's."""
-    assert hint_for("allreduced") == ""
     with pytest.raises(AttributeError, match=r"has no attribute 'allreduced'$"):
         _ = fd.allreduced
+
+
+def test_packages_give_hints_too():
+    """``fd.checkpoint.save`` and ``fd.rpc.rpc_sync`` are torch's names in packages of the same purpose."""
+    with pytest.raises(AttributeError, match=r"'save': use ferrodist.checkpoint.save_distributed"):
+        _ = fd.checkpoint.save
+    with pytest.raises(AttributeError, match=r"'load': use ferrodist.checkpoint.load_distributed"):
+        _ = fd.checkpoint.load
+    with pytest.raises(AttributeError, match=r"'rpc_sync': use ferrodist.rpc.RpcAgent.rpc_sync"):
+        _ = fd.rpc.rpc_sync
 
 
 def test_collectives_leave_their_input_as_the_page_says():

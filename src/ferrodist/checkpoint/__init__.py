@@ -10,7 +10,7 @@
 
 The modules::
 
-    save.py                save_distributed; one save of a group       load.py       load_distributed
+    save_distributed.py    one save of a group                         load_distributed.py  a load
     state.py               a state as a tree and tensors by key        load_plan.py  which tensors a load fills
     save_plan.py           who writes which boxes into which file      reader.py     reads manifests and boxes
     writer.py              writes a rank's safetensors file            distributed_checkpoint.py  a manifest's sharding
@@ -22,16 +22,18 @@ The modules::
     tools/                 inspect, verify, compare, reshard           convert/  other formats
 """
 
+from typing import TYPE_CHECKING, Any
+
 from ferrodist.checkpoint.async_checkpointer import AsyncCheckpointer, CheckpointFuture
 from ferrodist.checkpoint.checkpoint_folder import find_latest, list_checkpoints
 from ferrodist.checkpoint.distributed_checkpoint import DistributedCheckpoint
 from ferrodist.checkpoint.format.tree import PerRank
-from ferrodist.checkpoint.load import load_distributed
+from ferrodist.checkpoint.load_distributed import load_distributed
 from ferrodist.checkpoint.load_hugging_face import load_hugging_face
 from ferrodist.checkpoint.load_plan import Placed
 from ferrodist.checkpoint.optimizer_state import OptimizerState
 from ferrodist.checkpoint.random_state import RandomState
-from ferrodist.checkpoint.save import save_distributed
+from ferrodist.checkpoint.save_distributed import save_distributed
 from ferrodist.checkpoint.shard_metadata import (
     ShardMetadata,
     TensorShardSpec,
@@ -43,6 +45,7 @@ from ferrodist.checkpoint.tools.reshard import reshard
 from ferrodist.checkpoint.tools.rewrite import RewriteOptions
 from ferrodist.checkpoint.tools.verify import Problem, VerificationReport, verify
 from ferrodist.errors import DistCheckpointError
+from ferrodist.torch_equivalents import missing_attribute
 
 __all__ = [
     "AsyncCheckpointer",
@@ -72,6 +75,12 @@ __all__ = [
     "save_distributed",
     "verify",
 ]
+
+
+if not TYPE_CHECKING:  # checkers refuse names that are not there
+
+    def __getattr__(name: str) -> Any:
+        raise missing_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -22,7 +22,7 @@ from ferrodist.checkpoint.convert.hugging_face import find_tensors
 from ferrodist.checkpoint.convert.transformers_weights import convert_entries, ignores
 from ferrodist.checkpoint.format.manifest import Manifest
 from ferrodist.checkpoint.format.tree import path_text
-from ferrodist.checkpoint.load import check_complete, fill_targets
+from ferrodist.checkpoint.load_distributed import check_complete, fill_targets
 from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.state import inner_module, module_state, unwrap_modules

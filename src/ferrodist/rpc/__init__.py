@@ -24,6 +24,8 @@ The modules::
     rref_manager.py      makes, uses, sends and serves RRefs         refcount_protocol.py calls that keep them right
 """
 
+from typing import TYPE_CHECKING, Any
+
 from ferrodist.errors import RpcError
 from ferrodist.rpc.agent import DEFAULT_MESSAGE_LIMIT, RpcAgent, RpcContext, current_agent
 from ferrodist.rpc.future import Future
@@ -32,6 +34,7 @@ from ferrodist.rpc.rref import RRef
 from ferrodist.rpc.statistics import RpcStatistics
 from ferrodist.rpc.tcp_transport import TcpRpcBackend
 from ferrodist.rpc.transport import GroupRpcBackend, RpcBackend, SimulatedRpcBackend
+from ferrodist.torch_equivalents import missing_attribute
 
 __all__ = [
     "DEFAULT_MESSAGE_LIMIT",
@@ -48,6 +51,12 @@ __all__ = [
     "TcpRpcBackend",
     "current_agent",
 ]
+
+
+if not TYPE_CHECKING:  # checkers refuse names that are not there
+
+    def __getattr__(name: str) -> Any:
+        raise missing_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -5,10 +5,10 @@
     registration.py    called by torch at its import            registration_impl.py   makes groups for torch
     process_group.py   FerrodistProcessGroup, torch's methods   torch_store.py         torch's stores as a Store
     argument_forms.py  options as an object or arguments        work.py                torch's Work objects
-    collectives.py     torch's collectives as CollectiveOps     futures.py             futures and their callbacks
+    general_calls.py   torch's collectives as CollectiveOps     futures.py             futures and their callbacks
     sparse.py          allreduce of sparse tensors              layouts.py             torch's tensors, flat
     buffer_pool.py     reused memory for torch's tensors        c10d_ops.py            c10d operators for tracing
-    messages.py        sends and receives, their Works      callback_levels.py     the group of a thread's calls
+    messages.py        sends and receives, their Works          callback_levels.py     the group of a thread's calls
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The wrapper of torch's methods: both of their signatures, the profiler's record, the route of `c10d_ops`.
+"""Arguments of torch's methods: both signatures, reductions, lists; and a call's record in the profiler, its route.
 
 torch calls a method with an options object, or with the options as arguments. The methods of `FerrodistProcessGroup`
 are written for the first; `accept_options` adds the second.
@@ -12,8 +12,11 @@ import inspect
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
+from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp
+from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_private.profiling import is_profiling
 
 if TYPE_CHECKING:
@@ -29,11 +32,51 @@ _MISSING = object()
 
 _NOT_RECORDED = contextlib.nullcontext()
 
+_OPERATIONS = {
+    dist.ReduceOp.SUM: ReduceOp.SUM,
+    dist.ReduceOp.AVG: ReduceOp.MEAN,
+    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
+    dist.ReduceOp.MIN: ReduceOp.MIN,
+    dist.ReduceOp.MAX: ReduceOp.MAX,
+    dist.ReduceOp.BAND: ReduceOp.BAND,
+    dist.ReduceOp.BOR: ReduceOp.BOR,
+    dist.ReduceOp.BXOR: ReduceOp.BXOR,
+}
+"""ferrodist's reductions by torch's."""
+
+_SUM = dist.ReduceOp.SUM
+_BY_NUMBER = {kind.value: op for kind, op in _OPERATIONS.items()}  # torch's own hash is slow
+
 router: Callable[..., Any] | None = None
 """Called as ``router(group, method, arguments)`` before each method; its result, unless None, replaces the method's.
 
 `c10d_ops.py` sets it.
 """
+
+
+def plain_reduction(given: Any) -> ReduceOp | None:
+    """Convert a reduction of torch's; None for a premultiplied sum or an unknown one."""
+    if given == _SUM:  # nearly always: compared first, in half the time
+        return ReduceOp.SUM
+    return _BY_NUMBER.get(given.op.value)
+
+
+def reduction(given: Any) -> Op:
+    """Convert a reduction of torch's, with the factor of a premultiplied sum."""
+    found = plain_reduction(given)
+    if found is not None:
+        return found
+    if given.op == dist.ReduceOp.PREMUL_SUM:
+        factor = given.__getstate__()[1]
+        return PremultipliedSum(float(factor))
+    raise UnsupportedOpError(f"there is no reduction {given}: there are {', '.join(each.name for each in _OPERATIONS)}")
+
+
+def only_member(tensors: Sequence[Any], what: str) -> Any:
+    """Return the only member of a list, as torch's methods take a rank's one tensor."""
+    if len(tensors) != 1:
+        raise ValueError(f"{what} takes one tensor a rank, not {len(tensors)}")
+    return tensors[0]
 
 
 def recorded(name: str) -> AbstractContextManager[object]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.backends.interfaces import CollectiveEngine
     from ferrodist.collectives.work import PendingCollective
-    from ferrodist.torch_backend.collectives import CheckedCall
+    from ferrodist.torch_backend.general_calls import CheckedCall
 
 
 class CallbackLevel:

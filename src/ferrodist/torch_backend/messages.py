@@ -27,7 +27,7 @@ from ferrodist.collectives.work import wait_for_started
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError
 from ferrodist.torch_backend.argument_forms import recorded
-from ferrodist.torch_backend.collectives import check_movable
+from ferrodist.torch_backend.general_calls import check_movable
 from ferrodist.torch_backend.layouts import Target, source_of
 from ferrodist.torch_backend.work import DoneWork, FerrodistWork
 from ferrodist.torch_private.compilers import not_compiled

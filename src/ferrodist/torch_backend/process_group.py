@@ -19,11 +19,10 @@ from ferrodist.backends.subgroup import SubBackend
 from ferrodist.collectives.arguments import check_root
 from ferrodist.collectives.fast_path import start_torch_call
 from ferrodist.errors import InvalidRankError, UnsupportedOpError
-from ferrodist.torch_backend import collectives
-from ferrodist.torch_backend.argument_forms import accept_options
+from ferrodist.torch_backend import general_calls
+from ferrodist.torch_backend.argument_forms import accept_options, only_member, plain_reduction, reduction
 from ferrodist.torch_backend.buffer_pool import BufferPool
 from ferrodist.torch_backend.callback_levels import CallbackLevels
-from ferrodist.torch_backend.collectives import only_member, plain_reduction, reduction
 from ferrodist.torch_backend.futures import ThreadPool
 from ferrodist.torch_backend.messages import MessageWork, PendingSends, drain_pending, receive_message, send_message
 from ferrodist.torch_backend.sparse import sparse_allreduce
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from ferrodist.backends.base import Backend
-    from ferrodist.torch_backend.collectives import CheckedCall
+    from ferrodist.torch_backend.general_calls import CheckedCall
 
     Tensors = list[torch.Tensor]
 
@@ -219,7 +218,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
             return self._run_all(sparse_allreduce(self.group, tensor, reduction(opts.reduceOp)), opts)
         op = plain_reduction(opts.reduceOp)
         fast = None if op is None else (compiled.fast_torch_allreduce, tensor, op)
-        return self._run_fast(opts, [tensor], fast, lambda: collectives.allreduce(tensor, reduction(opts.reduceOp)))
+        return self._run_fast(opts, [tensor], fast, lambda: general_calls.allreduce(tensor, reduction(opts.reduceOp)))
 
     @accept_options(dist.AllreduceCoalescedOptions, 1)
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> FerrodistWork:
@@ -231,7 +230,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Copy the root's tensor to every rank."""
         tensor, root = only_member(tensors, "broadcast"), check_root(self.group, opts.rootRank, "root")
         fast = (compiled.fast_torch_broadcast, tensor, root)
-        return self._run_fast(opts, [tensor], fast, lambda: collectives.broadcast(self.group, tensor, root))
+        return self._run_fast(opts, [tensor], fast, lambda: general_calls.broadcast(self.group, tensor, root))
 
     @accept_options(dist.ReduceOptions, 1, "root", "op", in_lists=True)
     def reduce(self, tensors: Tensors, opts: Any) -> FerrodistWork:
@@ -240,7 +239,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         op = plain_reduction(opts.reduceOp)
         fast = None if op is None else (compiled.fast_torch_reduce, tensor, root, op)
         return self._run_fast(
-            opts, [tensor], fast, lambda: collectives.reduce(self.group, tensor, root, reduction(opts.reduceOp))
+            opts, [tensor], fast, lambda: general_calls.reduce(self.group, tensor, root, reduction(opts.reduceOp))
         )
 
     @accept_options(AllgatherOptions, 2, in_lists=True)
@@ -248,7 +247,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Gather tensors, whose sizes may differ, on every rank."""
         outputs, tensor = only_member(output_tensors, "allgather"), only_member(input_tensors, "allgather")
         fast = (compiled.fast_torch_all_gather, outputs, tensor)
-        return self._run_fast(opts, [outputs], fast, lambda: collectives.all_gather(self.group, outputs, tensor))
+        return self._run_fast(opts, [outputs], fast, lambda: general_calls.all_gather(self.group, outputs, tensor))
 
     @accept_options(AllgatherOptions, 2)
     def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any) -> FerrodistWork:
@@ -263,7 +262,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Gather tensors into one on every rank."""
         fast = (compiled.fast_torch_all_gather, output, tensor)
-        return self._run_fast(opts, [output], fast, lambda: collectives.all_gather_single(self.group, output, tensor))
+        return self._run_fast(opts, [output], fast, lambda: general_calls.all_gather_single(self.group, output, tensor))
 
     @accept_options(AllgatherOptions, 2)
     def all_gather_single_coalesced(self, output_lists: Tensors, input_list: Tensors, opts: Any) -> FerrodistWork:
@@ -288,7 +287,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     ) -> FerrodistWork:
         results = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs or [])
         fast = (compiled.fast_torch_gather, outputs, tensor, root)
-        return self._run_fast(opts, results, fast, lambda: collectives.gather(self.group, outputs, tensor, root))
+        return self._run_fast(opts, results, fast, lambda: general_calls.gather(self.group, outputs, tensor, root))
 
     @accept_options(dist.ScatterOptions, 2, "root")
     def scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
@@ -300,7 +299,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self, output: torch.Tensor, inputs: Tensors | torch.Tensor | None, root: int, opts: Any
     ) -> FerrodistWork:
         fast = (compiled.fast_torch_scatter, output, inputs, root)
-        return self._run_fast(opts, [output], fast, lambda: collectives.scatter(self.group, output, inputs, root))
+        return self._run_fast(opts, [output], fast, lambda: general_calls.scatter(self.group, output, inputs, root))
 
     @accept_options(dist.ScatterOptions, 2, "root", in_lists=True)
     def scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> FerrodistWork:
@@ -313,12 +312,12 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> FerrodistWork:
         """Fold lists of tensors, whose sizes may differ, over the ranks; rank r gets the r-th."""
         output, inputs = only_member(output_tensors, "reduce_scatter"), only_member(input_tensors, "reduce_scatter")
-        return self._reduce_scatter(collectives.reduce_scatter, output, inputs, opts)
+        return self._reduce_scatter(general_calls.reduce_scatter, output, inputs, opts)
 
     @accept_options(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks; rank r gets the r-th part."""
-        return self._reduce_scatter(collectives.reduce_scatter_single, output, tensor, opts)
+        return self._reduce_scatter(general_calls.reduce_scatter_single, output, tensor, opts)
 
     def _reduce_scatter(
         self, general: Callable[..., Any], output: torch.Tensor, inputs: Tensors | torch.Tensor, opts: Any
@@ -346,14 +345,19 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Send rows of a tensor to each rank, and receive rows from each."""
         tensors = output_tensor, input_tensor, output_split_sizes, input_split_sizes
         fast = (compiled.fast_torch_all_to_all_single, *tensors)
-        return self._run_fast(opts, [output_tensor], fast, lambda: collectives.all_to_all_single(self.group, *tensors))
+        return self._run_fast(
+            opts, [output_tensor], fast, lambda: general_calls.all_to_all_single(self.group, *tensors)
+        )
 
     @accept_options(dist.AllToAllOptions, 2)
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any) -> FerrodistWork:
         """Send a tensor to each rank, and receive one from each."""
         fast = (compiled.fast_torch_all_to_all, output_tensors, input_tensors)
         return self._run_fast(
-            opts, list(output_tensors), fast, lambda: collectives.all_to_all(self.group, output_tensors, input_tensors)
+            opts,
+            list(output_tensors),
+            fast,
+            lambda: general_calls.all_to_all(self.group, output_tensors, input_tensors),
         )
 
     @accept_options(dist.BarrierOptions, 0)
@@ -361,7 +365,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Wait for all ranks."""
         if not opts.asyncOp and opts.timeout.days < 0 and compiled.fast_barrier(self._levels.current().group):
             return self._done
-        return self._run(collectives.barrier(), opts)
+        return self._run(general_calls.barrier(), opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: FBT001, FBT002
         """Wait for all ranks; every barrier of ferrodist names all stragglers. A timeout of 0 is not the default."""

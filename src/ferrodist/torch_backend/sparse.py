@@ -11,7 +11,7 @@ from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.cuda_streams import record_use_on_streams
 from ferrodist.collectives.reduce_op import ReduceOp, check_reduction
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.torch_backend.collectives import ArgumentComparison, CheckedCall
+from ferrodist.torch_backend.general_calls import ArgumentComparison, CheckedCall
 from ferrodist.torch_backend.layouts import row_size
 from ferrodist.torch_private.tensors import parts_of_sparse
 

@@ -385,7 +385,7 @@ import time
 import torch
 
 from ferrodist.checkpoint import AsyncCheckpointer
-from ferrodist.checkpoint.save import Save
+from ferrodist.checkpoint.save_distributed import Save
 
 write_and_commit = Save.write_and_commit
 

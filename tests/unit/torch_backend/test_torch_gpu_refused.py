@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.torch_backend.collectives import CheckedCall
+from ferrodist.torch_backend.general_calls import CheckedCall
 from ferrodist.torch_backend.messages import start_receive, start_send
 from ferrodist.torch_backend.process_group import FerrodistProcessGroup
 

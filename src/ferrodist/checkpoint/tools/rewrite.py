@@ -22,7 +22,7 @@ from ferrodist.arguments import check_int, check_type
 from ferrodist.checkpoint.commit import commit, make_manifest
 from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.format.tree import child_nodes, split_node
-from ferrodist.checkpoint.save import check_owned
+from ferrodist.checkpoint.save_distributed import check_owned
 from ferrodist.checkpoint.save_plan import (
     DEFAULT_FILE_BYTES,
     BoxReport,

@@ -1,7 +1,4 @@
-"""torch's collectives as a `CollectiveOp` each: functions that check the arguments and prepare the call.
-
-`only` and `plain_reduction` serve the fast path, too.
-"""
+"""torch's collectives on the general path, a `CollectiveOp` each: arguments are checked, and the call is prepared."""
 
 from __future__ import annotations
 
@@ -12,15 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.collectives.arguments import check_tensor, has_memory
 from ferrodist.collectives.payloads import unpack_payloads
-from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction
-from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
+from ferrodist.collectives.reduce_op import Op, check_reduction
+from ferrodist.errors import CollectiveMismatchError
 from ferrodist.torch_backend.layouts import Source, Target, as_bytes, elements_per_item, row_size
 from ferrodist.wording import counted
 
@@ -109,48 +105,6 @@ class ArgumentComparison:
         for payload in payloads:
             text = payload[_HEAD.size :].decode("ascii", "replace")
             self._texts.append(f"{text}..." if len(payload) == MAX_PAYLOAD else text)
-
-
-OPERATIONS = {
-    dist.ReduceOp.SUM: ReduceOp.SUM,
-    dist.ReduceOp.AVG: ReduceOp.MEAN,
-    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
-    dist.ReduceOp.MIN: ReduceOp.MIN,
-    dist.ReduceOp.MAX: ReduceOp.MAX,
-    dist.ReduceOp.BAND: ReduceOp.BAND,
-    dist.ReduceOp.BOR: ReduceOp.BOR,
-    dist.ReduceOp.BXOR: ReduceOp.BXOR,
-}
-"""ferrodist's reductions by torch's."""
-
-
-_SUM = dist.ReduceOp.SUM
-_BY_NUMBER = {kind.value: op for kind, op in OPERATIONS.items()}  # torch's own hash is slow
-
-
-def plain_reduction(given: Any) -> ReduceOp | None:
-    """Convert a reduction of torch's; None for a premultiplied sum or an unknown one."""
-    if given == _SUM:  # nearly always: compared first, in half the time
-        return ReduceOp.SUM
-    return _BY_NUMBER.get(given.op.value)
-
-
-def reduction(given: Any) -> Op:
-    """Convert a reduction of torch's, with the factor of a premultiplied sum."""
-    found = plain_reduction(given)
-    if found is not None:
-        return found
-    if given.op == dist.ReduceOp.PREMUL_SUM:
-        factor = given.__getstate__()[1]
-        return PremultipliedSum(float(factor))
-    raise UnsupportedOpError(f"there is no reduction {given}: there are {', '.join(each.name for each in OPERATIONS)}")
-
-
-def only_member(tensors: Sequence[Any], what: str) -> Any:
-    """Return the only member of a list, as torch's methods take a rank's one tensor."""
-    if len(tensors) != 1:
-        raise ValueError(f"{what} takes one tensor a rank, not {len(tensors)}")
-    return tensors[0]
 
 
 def _op(kind: CollectiveKind, tensor: torch.Tensor | None = None, **fields: Any) -> CollectiveOp:
