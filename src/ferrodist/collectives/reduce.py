@@ -73,7 +73,8 @@ def allreduce(
     """
     if is_profiling() and not is_recorded():
         return record(allreduce, tensor, op, group=group, out=out, timeout=timeout)
-    # Plain calls go straight into C++, native/bindings/fast_path.cpp; None: they take the general path.
+    # Plain calls go straight into C++, native/bindings/fast_path.cpp. The others get None and take the general path, as
+    # does a group's first call, which opens the engine.
     result = compiled.fast_allreduce(tensor, op, group, out, timeout)
     if result is None:
         result = small_mpi_allreduce(tensor, op, group, out, timeout)
