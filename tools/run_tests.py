@@ -184,7 +184,10 @@ def run_parts(names: Sequence[str]) -> Results:
                 used = _children_seconds() - used  # of all processes that the part has waited for
                 running.remove(part)
                 results.add(part)
-                print(f"{_elapsed(begin)}  {part.name} has ended: {_last_line(part.log)}, {used:.0f} s of processors")
+                print(
+                    f"{_elapsed(begin)}  {part.name} has ended: {_last_line(part.log)}, {used:.0f} s of processors",
+                    flush=True,
+                )
             if running and time.monotonic() - reported > _REPORT_INTERVAL_SECONDS:
                 reported = time.monotonic()
                 print(f"{_elapsed(begin)}  {', '.join(part.progress for part in running)}", flush=True)

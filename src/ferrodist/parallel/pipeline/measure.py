@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from ferrodist.parallel.module_init import has_meta_tensors
-from ferrodist.parallel.pipeline.model_mappings import Mappings, leaves_in, map_tensors
-from ferrodist.torch_private.pytree import tree_leaves, tree_map
+from ferrodist.parallel.pipeline.model_mappings import Mappings, Outcome, leaves_in, map_tensors
+from ferrodist.torch_private.pytree import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,16 +55,19 @@ def measure_times(
 
 
 class _Call(torch.nn.Module):
-    """A module that is called with one argument, another's arguments, and returns an `Outcome`."""
+    """A module that is called with one argument, another's arguments, and also returns what that writes to mappings."""
 
     def __init__(self, module: torch.nn.Module, path: str) -> None:
         super().__init__()
         self.module, self._path = module, path
+        self.aliases: tuple[int, ...] = ()  # of the last call's `Outcome`
 
     def forward(self, arguments: Any) -> Any:
         args, kwargs = arguments
         mappings = Mappings(self._path, args, kwargs)
-        return mappings.outcome(self.module(*args, **kwargs))
+        outcome = mappings.outcome(self.module(*args, **kwargs))
+        self.aliases = outcome.aliases
+        return outcome.returned, outcome.written
 
 
 def measure_units(
@@ -82,9 +85,10 @@ def measure_units(
         if any(has_meta_tensors(module) for module in unit.modules()):
             raise ValueError(f"module {path!r} is on the meta device and can't be measured: balance parameters")
         mappings = Mappings(path, args, kwargs)
-        seconds, outcome = _measure(_Call(copy.deepcopy(unit), path), (args, kwargs), clock)
+        child = _Call(copy.deepcopy(unit), path)
+        seconds, (returned, written) = _measure(child, (args, kwargs), clock)
         times[path] = times.get(path, 0) + seconds
-        return mappings.apply(outcome)
+        return mappings.apply(Outcome(returned=returned, written=written, aliases=child.aliases))
 
     with preserve_random_states(), torch.inference_mode(False), torch.enable_grad():
         run(call)
@@ -113,11 +117,7 @@ def _measure(child: torch.nn.Module, inputs: Any, clock: Callable[[], float]) ->
             _synchronise(devices)
             seconds += clock() - begin
         times.append(seconds)
-    detached = tree_map(
-        lambda value: value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value,
-        outputs,
-    )
-    return statistics.median(times[_NUM_WARM_UPS:]), detached
+    return statistics.median(times[_NUM_WARM_UPS:]), map_tensors(_as_input, outputs)
 
 
 def _as_input(value: torch.Tensor) -> torch.Tensor:

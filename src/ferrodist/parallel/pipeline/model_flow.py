@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -79,6 +79,8 @@ class Call:
     """The leaves of its result and of what it writes to mappings: a `LeafShape` for each tensor, others as they are."""
     spec: Any
     """The structure of these two."""
+    aliases: tuple[int, ...] = ()
+    """Which mappings and lists in these two are the same object: see `Outcome`."""
 
 
 @dataclass(slots=True)
@@ -212,13 +214,15 @@ class Tracer(DispatchMode):  # type: ignore[misc]
             outcome = mappings.outcome(returned)
         else:
             outcome = self._run_on_meta(path, args, kwargs)
-        leaves, spec = tree_flatten(outcome)
+        leaves, spec = tree_flatten((outcome.returned, outcome.written))
         call_index = len(self.trace.calls)
         shapes = tuple(
             LeafShape(tuple(each.shape), each.dtype, each.requires_grad) if isinstance(each, torch.Tensor) else each
             for each in leaves
         )
-        self.trace.calls.append(Call(path=path, is_local=False, sources=sources, leaves=shapes, spec=spec))
+        self.trace.calls.append(
+            Call(path=path, is_local=False, sources=sources, leaves=shapes, spec=spec, aliases=outcome.aliases)
+        )
         found = []
         for index, leaf in enumerate(shapes):
             if isinstance(leaf, LeafShape):
@@ -226,7 +230,8 @@ class Tracer(DispatchMode):  # type: ignore[misc]
                 self.mark(found[-1], ("call", (call_index, index)))
             else:
                 found.append(leaf)
-        return mappings.apply(tree_unflatten(found, spec))
+        made, written = tree_unflatten(found, spec)
+        return mappings.apply(replace(outcome, returned=made, written=written))
 
     def _refuse_meta(self, args: Any, kwargs: Any) -> None:
         """Raise for a tensor of a unit that the code between units uses, and that the unit didn't return."""

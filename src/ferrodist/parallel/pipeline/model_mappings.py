@@ -1,15 +1,16 @@
 """Mappings that the modules of a model fill, and through which they pass tensors on, besides their results.
 
 So the layers of Gemma 3n have one of keys and values, which later layers share. What a module writes to such an
-argument counts as part of its result; an argument that it returns goes to other stages as its position.
+argument counts as part of its result. A mapping or list that it returns may be one of its arguments: then it is that of
+the other stages' calls, too, with the contents that it has where the module runs.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import UserDict
+from collections import UserDict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -20,29 +21,24 @@ if TYPE_CHECKING:
 
 Content: TypeAlias = "dict[Any, Any]"
 _KINDS = (dict, UserDict)
+_LISTS = (list, deque)
+_NEW = -1
 
 
-@dataclass(frozen=True)
-class _Argument:
-    """A mapping or list of the arguments, in a result.
-
-    Args:
-        index: Its index among all of them.
-    """
-
-    index: int
-
-
-class Outcome(NamedTuple):
-    """What a module's call gives, apart from the identity of its arguments.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a module's call gives.
 
     Args:
-        returned: Its result, with an `_Argument` in place of a mapping or list that it got.
-        written: The new and changed entries of each mapping.
+        returned: Its result.
+        written: The new and changed entries of each mapping of the arguments.
+        aliases: For each mapping and list in these two, depth first: the index of the same object among those of the
+            arguments and the earlier ones, or -1.
     """
 
     returned: Any
     written: list[Content]
+    aliases: tuple[int, ...]
 
 
 class Mappings:
@@ -56,22 +52,11 @@ class Mappings:
 
     def __init__(self, path: str, args: Sequence[Any], kwargs: Content) -> None:
         self._path = path
-        self._found: list[Any] = []
-        self._lists: list[list[Any]] = []
-        for value in (*args, *kwargs.values()):
-            self._add(value)
-        self._before = [dict(each) for each in self._found]
+        self._containers = _containers_in((*args, *kwargs.values()))
+        self._mappings = [each for each in self._containers if isinstance(each, _KINDS)]
+        self._lists = [each for each in self._containers if isinstance(each, _LISTS)]
+        self._before = [dict(each) for each in self._mappings]
         self._items = [list(each) for each in self._lists]
-
-    def _add(self, value: Any) -> None:
-        if isinstance(value, _KINDS):
-            self._found.append(value)
-            value = list(value.values())
-        elif isinstance(value, list):
-            self._lists.append(value)
-        if isinstance(value, (list, tuple)):
-            for each in value:
-                self._add(each)
 
     def outcome(self, returned: Any) -> Outcome:
         """What the call has given.
@@ -81,30 +66,59 @@ class Mappings:
         """
         if self.changed_lists():
             raise self._unseen_write()
-        indexes = {id(each): index for index, each in enumerate((*self._found, *self._lists))}
-        packed = tree_map(
-            lambda leaf: _Argument(indexes[id(leaf)]) if id(leaf) in indexes else leaf,
-            returned,
-            is_leaf=lambda leaf: id(leaf) in indexes,
-        )
-        return Outcome(packed, self.written())
+        written = self.written()
+        aliases = self._aliases((returned, written))
+        own = {id(each) for each in self._containers if _is_leaf_of_torch(each)}  # whose contents torch wouldn't see
+        if own:
+            returned = _map_containers(lambda each, _: _plain(each) if id(each) in own else each, returned)
+        return Outcome(returned=returned, written=written, aliases=aliases)
+
+    def _aliases(self, value: Any) -> tuple[int, ...]:
+        known = {id(each): index for index, each in enumerate(self._containers)}
+        aliases: list[int] = []
+        entered: set[int] = set()
+
+        def visit(container: Any, enter: Callable[[Any], Any]) -> Any:
+            index = known.get(id(container))
+            aliases.append(_NEW if index is None else index)
+            if index is None:
+                index = known[id(container)] = len(known)
+            if index not in entered:
+                entered.add(index)
+                enter(container)
+            return container
+
+        _map_containers(visit, value)
+        return tuple(aliases)
 
     def apply(self, outcome: Outcome) -> Any:
-        """Write what a call of a copy of the module has written; returns the call's result.
-
-        Raises:
-            ValueError: A mapping that is written to is twice among the arguments.
-        """
-        if any(outcome.written) and len({id(each) for each in self._found}) < len(self._found):
-            raise ValueError(
-                f"module {self._path!r} writes to a mapping that is among its arguments twice, of which other stages"
-                " would see one: give it once"
-            )
-        for mapping, content in zip(self._found, outcome.written, strict=True):
+        """Write to the arguments what a call of a copy of the module has written and returned; returns the result."""
+        returned = outcome.returned
+        if any(alias != _NEW for alias in outcome.aliases):
+            returned = self._unified(outcome)
+        for mapping, content in zip(self._mappings, outcome.written, strict=True):
             for key, value in content.items():
                 mapping[key] = value
-        arguments = (*self._found, *self._lists)
-        return tree_map(lambda leaf: arguments[leaf.index] if isinstance(leaf, _Argument) else leaf, outcome.returned)
+        return returned
+
+    def _unified(self, outcome: Outcome) -> Any:
+        """The result with the objects that its aliases mean; ``written`` is changed in place."""
+        aliases, known, entered = iter(outcome.aliases), list(self._containers), set[int]()
+
+        def visit(container: Any, enter: Callable[[Any], Any]) -> Any:
+            alias = next(aliases)
+            if alias == _NEW:
+                alias = len(known)
+                known.append(container)
+            if alias not in entered:
+                entered.add(alias)
+                enter(container)
+                if known[alias] is not container:
+                    _fill(known[alias], container)
+            return known[alias]
+
+        returned, _ = _map_containers(visit, (outcome.returned, outcome.written))
+        return returned
 
     def written(self) -> list[Content]:
         """The entries of each mapping that are new or changed since then.
@@ -113,17 +127,18 @@ class Mappings:
             ValueError: The module has changed the order of a mapping, or removed from it.
         """
         is_reordered = any(
-            list(found)[: len(before)] != list(before) for before, found in zip(self._before, self._found, strict=True)
+            list(found)[: len(before)] != list(before)
+            for before, found in zip(self._before, self._mappings, strict=True)
         )
         if is_reordered:
             raise self._unseen_write()
         missing = object()
         return [
             {key: value for key, value in found.items() if before.get(key, missing) is not value}
-            for before, found in zip(self._before, self._found, strict=True)
+            for before, found in zip(self._before, self._mappings, strict=True)
         ]
 
-    def changed_lists(self) -> list[list[Any]]:
+    def changed_lists(self) -> list[Any]:
         """The lists that have other items since then."""
         return [
             each
@@ -139,24 +154,80 @@ class Mappings:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """A nested value with the result of a function for each tensor, and copies of its mappings."""
+    """A nested value with the result of a function for each tensor, and a copy of each mapping and list."""
+    made: dict[int, Any] = {}
 
-    def change(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return function(leaf)
-        if not isinstance(leaf, _KINDS):
-            return leaf
-        made = copy.copy(leaf)  # of a class that isn't one of torch's pytrees
-        for key, one in leaf.items():
-            made[key] = map_tensors(function, one)
-        return made
+    def visit(container: Any, enter: Callable[[Any], Any]) -> Any:
+        if id(container) not in made:
+            made[id(container)] = copy.copy(container)
+            enter(made[id(container)])
+        return made[id(container)]
 
-    return tree_map(change, value)
+    return _map_containers(visit, value, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def leaves_in(value: Any) -> list[Any]:
-    """The leaves of a nested value, also of mappings that aren't torch's pytrees."""
+    """The leaves of a nested value, also of mappings and lists that aren't torch's pytrees."""
     found = []
     for leaf in tree_leaves(value):
-        found += leaves_in(list(leaf.values())) if isinstance(leaf, _KINDS) else [leaf]
+        if isinstance(leaf, _KINDS):
+            found += leaves_in(list(leaf.values()))
+        else:
+            found += leaves_in(list(leaf)) if isinstance(leaf, _LISTS) else [leaf]
     return found
+
+
+def _containers_in(value: Any) -> list[Any]:
+    """The mappings and lists in a nested value, each once."""
+    found: dict[int, Any] = {}
+
+    def visit(container: Any, enter: Callable[[Any], Any]) -> Any:
+        if id(container) not in found:
+            found[id(container)] = container
+            enter(container)
+        return container
+
+    _map_containers(visit, value)
+    return list(found.values())
+
+
+def _map_containers(
+    visit: Callable[[Any, Callable[[Any], Any]], Any],
+    value: Any,
+    leaf_function: Callable[[Any], Any] = lambda leaf: leaf,
+) -> Any:
+    """A nested value with the result of a function for each mapping or list, depth first.
+
+    ``visit`` takes the mapping or list, and a function that replaces the items of one in place by their results.
+    """
+
+    def change(leaf: Any) -> Any:
+        return visit(leaf, enter) if isinstance(leaf, (*_KINDS, *_LISTS)) else leaf_function(leaf)
+
+    def walk(nested: Any) -> Any:
+        return tree_map(change, nested, is_leaf=lambda leaf: isinstance(leaf, (*_KINDS, *_LISTS)))
+
+    def enter(container: Any) -> None:
+        for key, one in list(container.items() if isinstance(container, _KINDS) else enumerate(container)):
+            result = walk(one)
+            if result is not one:
+                container[key] = result
+
+    return walk(value)
+
+
+def _fill(target: Any, content: Any) -> None:
+    if isinstance(target, _KINDS):
+        for key, one in content.items():
+            target[key] = one
+    else:
+        for index, one in enumerate(content):
+            target[index] = one
+
+
+def _plain(container: Any) -> Any:
+    return dict(container) if isinstance(container, _KINDS) else list(container)
+
+
+def _is_leaf_of_torch(value: Any) -> bool:
+    return any(leaf is value for leaf in tree_leaves(value))

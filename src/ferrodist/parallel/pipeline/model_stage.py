@@ -307,7 +307,7 @@ class _StageRun:
     def _keep(self, call_index: int, outcome: Outcome) -> None:
         """Keep what later stages get of a unit's call, and check that the rest is as they expect."""
         call = self._flow.calls[call_index]
-        leaves, spec = tree_flatten(outcome)
+        leaves, spec = tree_flatten((outcome.returned, outcome.written))
         if len(leaves) != len(call.leaves) or spec != call.spec:
             raise self._other_result(call.path, "another structure and not the one")
         for leaf, (value, expected) in enumerate(zip(leaves, call.leaves, strict=True)):
@@ -370,8 +370,8 @@ class _StageRun:
             else shape
             for leaf, shape in enumerate(call.leaves)
         ]
-        outcome: Outcome = tree_unflatten(leaves, call.spec)
-        return outcome
+        returned, written = tree_unflatten(leaves, call.spec)
+        return Outcome(returned=returned, written=written, aliases=call.aliases)
 
     def _deviation(self, what: str) -> RuntimeError:
         expected = self._flow.calls[self._next].path if self._next < len(self._flow.calls) else "the end"

@@ -59,25 +59,13 @@ class _Together(torch.autograd.Function):
     """Parameters as they are; each gets its gradient when all have theirs, so in the same order on all ranks."""
 
     @staticmethod
-    def forward(_ctx: Any, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, scale: float, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.scale = scale
         return tuple(one.view_as(one) for one in parameters)
 
     @staticmethod
-    def backward(_ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return grads
-
-
-class _ScaleGrad(torch.autograd.Function):
-    """The tensor itself, whose gradient is multiplied by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0] * ctx.factor, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, *(grads if ctx.scale == 1 else [grad * ctx.scale for grad in grads]))
 
 
 class ExpertForward:
@@ -168,7 +156,7 @@ class ExpertForward:
             trained = [key for key, (_, local) in found.items() if local.requires_grad]
             locals_ = {key: local for key, (_, local) in found.items()}
             if trained:
-                together = _Together.apply(*[locals_[key] for key in trained])  # type: ignore[no-untyped-call]
+                together = _Together.apply(self._grad_scale, *[locals_[key] for key in trained])  # type: ignore[no-untyped-call]
                 locals_.update(zip(trained, together, strict=True))
             for tensors, name, one in before:
                 tensors[name] = locals_[id(one)]
@@ -201,11 +189,9 @@ class ExpertForward:
             raise
 
     def _compute(self, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        # Gradients of rows are small beside those of parameters: the output's is scaled, and the input's scaled back.
-        given: torch.Tensor = rows if self._grad_scale == 1 else _ScaleGrad.apply(rows, 1 / self._grad_scale)  # type: ignore[no-untyped-call]
         with self._local_parameters() as parameters:
             if rows.shape[0]:
-                output = self._forward(given, index, weights)
+                output = self._forward(rows, index, weights)
                 if not isinstance(output, torch.Tensor) or output.shape != rows.shape:
                     shape = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
                     raise ValueError(
@@ -215,8 +201,6 @@ class ExpertForward:
                 output = output.to(rows.dtype)
             else:
                 output = torch.zeros_like(rows)  # not every code takes no rows
-            if self._grad_scale != 1:
-                output = _ScaleGrad.apply(output, self._grad_scale)  # type: ignore[no-untyped-call]
             made: torch.Tensor = _Connect.apply(output, rows, *parameters)  # type: ignore[no-untyped-call]
         return made
 
