@@ -153,6 +153,23 @@ class Mappings:
         )
 
 
+def check_inputs(args: Sequence[Any], kwargs: Content) -> None:
+    """Raise ValueError if one mapping or list is among a model's inputs twice: later stages would get copies."""
+    seen: set[int] = set()
+
+    def visit(container: Any, enter: Callable[[Any], Any]) -> Any:
+        if id(container) in seen:
+            raise ValueError(
+                f"the model's inputs have one {type(container).__name__} twice, and stages after the first would get"
+                " two: give it once, or give copies"
+            )
+        seen.add(id(container))
+        enter(container)
+        return container
+
+    _map_containers(visit, (*args, *kwargs.values()))
+
+
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """A nested value with the result of a function for each tensor, and a copy of each mapping and list."""
     made: dict[int, Any] = {}

@@ -27,7 +27,7 @@ from ferrodist.parallel.pipeline.model_flow import (
     LeafShape,
     is_integer,
 )
-from ferrodist.parallel.pipeline.model_mappings import Mappings, Outcome
+from ferrodist.parallel.pipeline.model_mappings import Mappings, Outcome, check_inputs
 from ferrodist.parallel.pipeline.state_dict import ModulePart
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
@@ -197,9 +197,9 @@ class ModelStage(ModulePart):
             message = inputs[0]
             kwargs = {name: _unpack_input(each) for name, each in message["kwargs"].items()}
             return tuple(map(_unpack_input, message["args"])), kwargs, message["values"]
-        if len(inputs) == 1 and isinstance(inputs[0], Mapping):
-            return (), dict(inputs[0]), []
-        return inputs, {}, []
+        args, kwargs = ((), dict(inputs[0])) if len(inputs) == 1 and isinstance(inputs[0], Mapping) else (inputs, {})
+        check_inputs(args, kwargs)
+        return args, kwargs, []
 
     def _flow_of(self, args: Any, kwargs: Any) -> Flow:
         """The flow for the inputs' shapes, which all stages find alike."""

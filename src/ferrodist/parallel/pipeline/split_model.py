@@ -14,6 +14,7 @@ from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.parameter_claims import describe_claim
 from ferrodist.parallel.pipeline.model_division import ModelDivision
 from ferrodist.parallel.pipeline.model_flow import Trace, find_flow
+from ferrodist.parallel.pipeline.model_mappings import check_inputs
 from ferrodist.parallel.pipeline.model_skeleton import Skeleton
 from ferrodist.parallel.pipeline.model_stage import ModelStage
 from ferrodist.parallel.pipeline.model_units import ModelUnits, find_units
@@ -121,6 +122,7 @@ def split_model(
         select = _selector(output)
         units = find_units(model, blocks)
         args, kwargs = _sample_of(model, sample)
+        check_inputs(args, kwargs)
         division = ModelDivision(model, units, select)
         trace = division.trace_and_share(args, kwargs, is_training=model.training)
         parts = _find_parts(units, trace)

@@ -299,6 +299,30 @@ def test_mappings_and_lists_keep_their_identity(code, block_code, balance):
     run_ranks(program, 1)
 
 
+def read_inputs(model, inputs):
+    hidden, first, second = inputs
+    for block in model.blocks:
+        hidden = block(hidden)
+    return hidden.sum() + first["factor"] + second["factor"]
+
+
+def test_a_mapping_that_is_two_inputs_is_refused():
+    """In the sample, and in a batch; one that two inputs have a copy of is right."""
+    model = FreeModel(read_inputs).double()
+    factor, copied = {"factor": torch.ones((), dtype=torch.float64)}, {"factor": torch.ones((), dtype=torch.float64)}
+    with pytest.raises(ValueError, match="inputs have one dict twice"):
+        split_model(copy.deepcopy(model), 2, None, sample=([X, factor, factor],))
+
+    def program(group):
+        sample = [X, factor, copied]
+        stages = split_model(copy.deepcopy(model), 2, group, sample=(sample,))
+        torch.testing.assert_close(stages[1](stages[0](sample)), model(sample))
+        with pytest.raises(ValueError, match="inputs have one dict twice"):
+            stages[0]([X, factor, factor])
+
+    run_ranks(program, 1)
+
+
 class Embeddings(nn.Module):
     """Embeddings with constants: default kinds, which the model's code reads, and counts of calls."""
 
