@@ -42,7 +42,7 @@ FORMS = (
     *("all_gather, list", "reduce_scatter, list"),  # torch's
     *("gather", "gather, out=", "scatter", "scatter, out=", "reduce_scatter", "reduce_scatter, out="),
     *("all_to_all", "all_to_all, out=", "all_to_all, list", "all_to_all, list, out=", "all_to_all, uneven"),
-    *("sendrecv", "batch", "send, recv", "objects, all_gather", "objects, broadcast"),
+    *("sendrecv", "sendrecv, out=", "batch", "send, recv", "objects, all_gather", "objects, broadcast"),
 )
 
 

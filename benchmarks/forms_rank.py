@@ -149,6 +149,7 @@ class Ferrodist:
             "all_to_all, list, out=": lambda: fd.all_to_all(parts, out=targets),
             "all_to_all, uneven": lambda: fd.all_to_all_single_uneven(source_of_sent, at.sent, at.received),
             "sendrecv": lambda: fd.sendrecv(whole, right, None, left),
+            "sendrecv, out=": lambda: fd.sendrecv(whole, right, None, left, out=target),
             "batch": batch,
             "send, recv": round_trip(rank, fd.send, fd.recv_into, whole, target),
             "objects, all_gather": lambda: fd.all_gather_object(OBJECT),

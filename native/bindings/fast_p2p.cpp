@@ -118,7 +118,8 @@ PyObject* fast_recv_into(PyObject*, PyObject* const* arguments, Py_ssize_t count
     const nb::handle tag = arguments[2];
     const auto call = find_call(arguments[3], arguments[4]);
     if (!call || may_have_unclaimed(*call, tag)) Py_RETURN_NONE;
-    return receive_into(*call, arguments[0], arguments[1], tag).release().ptr();
+    const nb::object result = receive_into(*call, arguments[0], arguments[1], tag);
+    return Py_NewRef(PyTuple_Check(result.ptr()) ? PyTuple_GET_ITEM(result.ptr(), 1) : result.ptr());
 }
 
 PyObject* fast_recv(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -132,13 +133,14 @@ PyObject* fast_recv(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }
 
 PyObject* fast_sendrecv(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 8) Py_RETURN_NONE;
+    if (count != 9) Py_RETURN_NONE;
     const nb::handle tag = arguments[4];
     const auto call = find_call(arguments[5], arguments[6]);
     if (!call || may_have_unclaimed(*call, tag)) Py_RETURN_NONE;
     const auto wanted = wanted_tensor(arguments[2], nb::none());
     if (!wanted) Py_RETURN_NONE;
-    return received(exchange(*call, arguments[0], arguments[1], arguments[3], tag, *wanted), arguments[7]);
+    const nb::object result = exchange(*call, arguments[0], arguments[1], arguments[3], tag, *wanted, arguments[8]);
+    return received(result, arguments[7]);
 }
 
 // Operations, group, timeout.

@@ -156,6 +156,15 @@ nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, const 
     return result_of(target.tensor, source);
 }
 
+nb::object tensor_and_source(const nb::object& tensor, int source) { return nb::make_tuple(tensor, source); }
+
+// Receives into a tensor, of which `view` is the view; returns both, as `receive_new`.
+nb::object receive_into(const TensorP2P& self, nb::handle tensor, const TensorView& view, nb::handle src,
+                        nb::handle tag, const Deadline& deadline, const ShouldStop& should_stop = {}) {
+    const auto target_of = [&](const TensorHeader&, std::exception_ptr&) { return Target{nb::borrow(tensor), view}; };
+    return receive(self, src, tag, deadline, target_of, tensor_and_source, should_stop);
+}
+
 // Receives into a new tensor. `like` may be a tensor whose view has the wanted dtype.
 nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, const Deadline& deadline,
                        const WantedTensor& wanted, nb::handle like = {}, std::span<const std::int64_t> like_shape = {},
@@ -176,9 +185,7 @@ nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, co
         const auto view = view_tensor(made.ptr());
         return Target{std::move(made), view, true};
     };
-    return receive(
-        self, src, tag, deadline, target_of,
-        [](const nb::object& tensor, int source) { return nb::object(nb::make_tuple(tensor, source)); }, should_stop);
+    return receive(self, src, tag, deadline, target_of, tensor_and_source, should_stop);
 }
 
 // A message that is sent while others move. It is cancelled if it is left before its end.
@@ -438,10 +445,7 @@ nb::object send(const P2PCall& call, nb::handle tensor, nb::handle dst, nb::hand
 nb::object receive_into(const P2PCall& call, nb::handle tensor, nb::handle src, nb::handle tag) {
     const auto view = view_tensor(tensor.ptr());
     if (!view) return nb::none();
-    return receive(
-        call.p2p, src, tag, Deadline(call.limit),
-        [&](const TensorHeader&, std::exception_ptr&) { return Target{nb::borrow(tensor), view}; },
-        [](const nb::object&, int source) { return nb::object(nb::int_(source)); });
+    return receive_into(call.p2p, tensor, *view, src, tag, Deadline(call.limit));
 }
 
 nb::object receive_new(const P2PCall& call, nb::handle src, nb::handle tag, const WantedTensor& wanted) {
@@ -449,18 +453,26 @@ nb::object receive_new(const P2PCall& call, nb::handle src, nb::handle tag, cons
 }
 
 nb::object exchange(const P2PCall& call, nb::handle tensor, nb::handle dst, nb::handle src, nb::handle tag,
-                    WantedTensor wanted) {
+                    WantedTensor wanted, nb::handle out) {
     const TensorP2P& self = call.p2p;
     Outgoing outgoing;
     if (!self.peer(src, true) || !outgoing.write(call, tensor, dst, tag)) return nb::none();
     wanted.dtype = static_cast<int>(outgoing.view.dtype);
+    std::optional<TensorView> target;
+    if (!out.is_none()) {
+        target = view_tensor(out.ptr());
+        if (!target || !wanted.fits(static_cast<std::uint8_t>(target->dtype), target->shape)) return nb::none();
+        if (overlap({outgoing.view, *target})) return nb::none();
+    }
     const Deadline deadline(call.limit);
     StartedSend sent(self, outgoing);
-    const bool has_started = sent.start();
     // A send that fails ends the wait for the other tensor: the general path raises the reason.
-    const nb::object received = has_started ? receive_new(self, src, tag, deadline, wanted, tensor, outgoing.view.shape,
-                                                          [&] { return sent.has_failed(); })
-                                            : nb::object(nb::none());
+    const ShouldStop has_failed = [&] { return sent.has_failed(); };
+    const auto receive_other = [&] {
+        return target ? receive_into(self, out, *target, src, tag, deadline, has_failed)
+                      : receive_new(self, src, tag, deadline, wanted, tensor, outgoing.view.shape, has_failed);
+    };
+    const nb::object received = sent.start() ? receive_other() : nb::object(nb::none());
     const bool is_received = PyTuple_Check(received.ptr());
     const std::exception_ptr interruption = is_received ? sent.await(deadline) : nullptr;
     if (is_received && !interruption && sent.is_done()) return received;

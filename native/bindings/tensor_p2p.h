@@ -93,13 +93,13 @@ struct WantedTensor {
 
 // `fd.send`; returns True.
 nb::object send(const P2PCall& call, nb::handle tensor, nb::handle dst, nb::handle tag);
-// `fd.recv_into`; returns the rank that sent the tensor.
+// `fd.recv_into`; returns as `receive_new`.
 nb::object receive_into(const P2PCall& call, nb::handle tensor, nb::handle src, nb::handle tag);
 // `fd.recv`; returns the tensor and the rank that sent it.
 nb::object receive_new(const P2PCall& call, nb::handle src, nb::handle tag, const WantedTensor& wanted);
-// `fd.sendrecv`; returns as `receive_new`. The other tensor has the dtype of `tensor`.
+// `fd.sendrecv`; returns as `receive_new`. The other tensor has the dtype of `tensor`, or goes into `out`.
 nb::object exchange(const P2PCall& call, nb::handle tensor, nb::handle dst, nb::handle src, nb::handle tag,
-                    WantedTensor wanted);
+                    WantedTensor wanted, nb::handle out);
 
 // An operation of a batch: its rank is dst or src.
 struct P2POperation {

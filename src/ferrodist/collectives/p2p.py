@@ -14,7 +14,7 @@ from ferrodist.arguments import check_int
 from ferrodist.backends.base import check_peer
 from ferrodist.backends.native.binding import compiled
 from ferrodist.backends.tags import check_user_tag
-from ferrodist.collectives.arguments import check_out, check_tensor, group_and_timeout
+from ferrodist.collectives.arguments import check_out, check_tensor, elements_overlap, group_and_timeout
 from ferrodist.collectives.engines.select import device_p2p_of
 from ferrodist.collectives.fast_p2p import batch_progress, is_received, progress_of
 from ferrodist.collectives.host_p2p import Recv, Send, batch_on_host, continue_send, peer_name, receive_into, wait_for
@@ -201,6 +201,7 @@ def sendrecv(
     tag: int = 0,
     group: Backend | None = None,
     timeout: float | None = None,
+    out: torch.Tensor | None = None,
     return_source: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
@@ -213,6 +214,7 @@ def sendrecv(
     tag: int = 0,
     group: Backend | None = None,
     timeout: float | None = None,
+    out: torch.Tensor | None = None,
     return_source: Literal[True],
 ) -> tuple[torch.Tensor, int]: ...
 def sendrecv(
@@ -224,6 +226,7 @@ def sendrecv(
     tag: int = 0,
     group: Backend | None = None,
     timeout: float | None = None,
+    out: torch.Tensor | None = None,
     return_source: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, int]:
     """Send a tensor to ``dst`` and receive one from ``src`` at the same time, so that rings of ranks don't block.
@@ -236,18 +239,21 @@ def sendrecv(
         tag: The tag of both.
         group: The group; None is the default group.
         timeout: Seconds for both together; None takes the group's.
+        out: A tensor for the received elements, of ``tensor``'s dtype and device, and of ``shape`` unless that is None;
+            any strides. It shares no memory with ``tensor``. None makes a fresh one.
         return_source: Whether to return the sending rank, too, for `ANY_SOURCE`.
 
     Returns:
-        The received tensor; with ``return_source`` a tuple of the tensor and the sending rank.
+        ``out``, or a fresh tensor; with ``return_source`` a tuple of the tensor and the sending rank.
 
     Raises:
+        ValueError, TypeError: ``out`` is not such a tensor; raised before anything is sent.
         As `send` and `recv`.
     """
     if is_profiling() and not is_recorded():
-        options = {"tag": tag, "group": group, "timeout": timeout, "return_source": return_source}
+        options = {"tag": tag, "group": group, "timeout": timeout, "out": out, "return_source": return_source}
         return record(sendrecv, tensor, dst, shape, src, **options)
-    found = compiled.fast_sendrecv(tensor, dst, shape, src, tag, group, timeout, return_source)
+    found = compiled.fast_sendrecv(tensor, dst, shape, src, tag, group, timeout, return_source, out)
     if is_received(found):
         return found
     chosen, limit = group_and_timeout(group, timeout)
@@ -255,9 +261,12 @@ def sendrecv(
     outgoing = Send(tensor, dst, tag)
     _check(outgoing, chosen)
     shape = None if shape is None else _check_shape(shape)
+    if out is not None:
+        _check_received_into(out, tensor, shape)
+        _check(Recv(out, src, tag), chosen)
     device_p2p = device_p2p_of(chosen, tensor.device)
     if device_p2p is not None:
-        incoming = _recv_on(tensor.device, shape, tensor.dtype, src, tag)
+        incoming = _recv_on(tensor.device, shape, tensor.dtype, src, tag) if out is None else Recv(out, src, tag)
         _check(incoming, chosen)
         _, peer = device_p2p.exchange([outgoing, incoming], timeout=limit)
         return (incoming.tensor, peer) if return_source else incoming.tensor
@@ -267,7 +276,10 @@ def sendrecv(
         wait_for(continue_send(chosen, outgoing, progress), deadline, chosen, what)
         received: tuple[torch.Tensor, int] = progress.received
         return received if return_source else received[0]
-    receive = TensorReceive(chosen, src, tag, shape=shape, dtype=tensor.dtype)
+    if out is None:
+        receive = TensorReceive(chosen, src, tag, shape=shape, dtype=tensor.dtype)
+    else:
+        receive = receive_into(chosen, Recv(out, src, tag))
     requests: list[Request] = [receive]
     try:
         requests.extend(continue_send(chosen, outgoing, progress))
@@ -337,6 +349,20 @@ def _check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     if len(checked) > MAX_DIMS:
         raise ValueError(f"shape has {counted(len(checked), 'dim')}, a tensor that is sent has at most {MAX_DIMS}")
     return checked
+
+
+def _check_received_into(out: torch.Tensor, tensor: torch.Tensor, shape: tuple[int, ...] | None) -> None:
+    """Raise TypeError or ValueError unless `sendrecv` of a checked tensor may receive into ``out``."""
+    with torch.no_grad():
+        check_out(out)
+    if out.dtype is not tensor.dtype:
+        raise TypeError(f"out is {out.dtype}, and the tensor that is sent {tensor.dtype}: both have one dtype")
+    if out.device != tensor.device:
+        raise ValueError(f"out is on {out.device}, the tensor on {tensor.device}: pass tensors of one device")
+    if shape is not None and tuple(out.shape) != shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}, and shape is {shape}: pass None, which takes out's")
+    if elements_overlap(tensor, out):
+        raise ValueError("out shares memory with the tensor that is sent: pass a tensor of its own memory")
 
 
 def _check(operation: Send | Recv, group: Backend) -> None:

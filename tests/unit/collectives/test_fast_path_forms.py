@@ -417,6 +417,81 @@ def test_a_sendrecv_that_has_sent_goes_on_receiving(monkeypatch):
     run_ranks(program, 3, backend="native-threads")
 
 
+@pytest.mark.parametrize("count", [4, 20_000, _LARGE])
+def test_sendrecv_into_a_tensor(count, monkeypatch):
+    """The plain way writes into ``out``, which autograd sees; other layouts take the general path."""
+
+    def program(group):
+        right, left = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
+        mine = torch.full((count,), float(group.rank))
+        strided = torch.zeros(count, 2)
+        assert fd.sendrecv(mine, right, None, left, out=strided[:, 1]).data_ptr() == strided[:, 1].data_ptr()
+        assert torch.equal(strided, torch.tensor([0.0, left]).expand(count, 2))
+        with monkeypatch.context() as patch:
+            fd.barrier()
+            patch.setattr("ferrodist.collectives.p2p.receive_into", None)
+            target = torch.zeros(count)
+            for shape in (None, (count,)):
+                version = target._version
+                assert fd.sendrecv(mine, right, shape, left, out=target.zero_()) is target
+                assert torch.equal(target, torch.full((count,), float(left)))
+                assert target._version > version + 1
+            fd.barrier()
+
+    run_ranks(program, 3, backend="native")
+
+
+def test_wrong_outs_of_sendrecv_are_refused_before_anything_is_sent():
+    def program(group):
+        peer, mine = 1 - group.rank, torch.ones(4)
+        for error, text, shape, out in (
+            (TypeError, "out is torch.int64", None, torch.ones(4, dtype=torch.int64)),
+            (TypeError, "out must be a torch.Tensor", None, [1.0]),
+            (ValueError, r"out has shape \(4,\), and shape is \(3,\)", (3,), torch.ones(4)),
+            (ValueError, "out shares memory with the tensor that is sent", None, mine),
+            (ValueError, "out shares memory with the tensor that is sent", None, mine[1:]),
+            (ValueError, "out has elements that share memory", None, torch.ones(1).expand(4)),
+            (ValueError, "out is on meta", None, torch.ones(4, device="meta")),
+        ):
+            with pytest.raises((error, fd.UnsupportedOpError), match=text):
+                fd.sendrecv(mine, peer, shape, peer, out=out)
+        target = torch.ones(4)
+        assert fd.sendrecv(torch.zeros(4), peer, None, peer, out=target).tolist() == [0.0] * 4
+        with pytest.raises(fd.SizeMismatchError) if group.rank == 0 else contextlib.nullcontext():
+            fd.sendrecv(torch.ones(3 + group.rank), peer, None, peer, out=torch.ones(3))
+        fd.barrier()
+
+    for backend in ("native-threads", "simulated"):
+        run_ranks(program, 2, backend=backend)
+
+
+def test_a_sendrecv_into_a_tensor_goes_on_on_the_general_path(monkeypatch):
+    """It goes on after a warning, whichever half was done."""
+    monkeypatch.setattr("ferrodist.deadline.LONG_WAIT_SECONDS", 0.2)
+
+    def program(group):
+        mine, target = torch.full((_LARGE,), float(group.rank)), torch.empty(_LARGE)
+        if group.rank == 0:
+            assert fd.sendrecv(mine, 1, None, 2, out=target, timeout=30) is target
+            assert torch.equal(target, torch.full((_LARGE,), 2.0))
+        elif group.rank == 1:
+            time.sleep(0.6)
+            assert fd.recv_into(target, 0) == 0
+        else:
+            fd.send(mine, 0)
+        fd.barrier()
+        if group.rank == 0:
+            assert fd.sendrecv(mine, 1, None, 2, out=target.zero_(), timeout=30) is target
+            assert torch.equal(target, torch.full((_LARGE,), 2.0))
+        elif group.rank == 1:
+            fd.recv_into(target, 0)
+        else:
+            time.sleep(0.6)
+            fd.send(mine, 0)
+
+    run_ranks(program, 3, backend="native-threads")
+
+
 def test_a_large_sendrecv_with_a_wrong_shape():
     """A tensor of another shape is an error as in the general path; what was sent arrives."""
 

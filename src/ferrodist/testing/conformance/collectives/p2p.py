@@ -140,6 +140,11 @@ def rings_and_batches(group: Backend) -> None:
     for count in (1, 100, _LARGE):
         mine = torch.full((count,), float(rank))
         check_bits(fd.sendrecv(mine, right, (count,), left), torch.full((count,), float(left)), "sendrecv in a ring")
+        target = torch.empty(count)
+        came, source = fd.sendrecv(mine, right, None, left, out=target, return_source=True)
+        assert came is target, "sendrecv returns out"
+        assert source == left, f"rank {left} sent, sendrecv says {source}"
+        check_bits(target, torch.full((count,), float(left)), "sendrecv with out= in a ring")
         came = fd.sendrecv(mine, right, None, fd.ANY_SOURCE, tag=9)
         check_bits(came, torch.full((count,), float(left)), "sendrecv from any rank")
         others = [peer for peer in range(p) if peer != rank]
