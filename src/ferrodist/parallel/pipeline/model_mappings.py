@@ -27,10 +27,10 @@ _NEW = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a module's call gives.
+    """The effects of a module's call.
 
     Args:
-        returned: Its result.
+        returned: The call's result.
         written: The new and changed entries of each mapping of the arguments.
         aliases: For each mapping and list in these two, depth first: the index of the same object among those of the
             arguments and the earlier ones, or -1.
@@ -47,7 +47,7 @@ class Mappings:
     Args:
         path: The module's.
         args: The call's positional arguments.
-        kwargs: Its keyword arguments.
+        kwargs: The call's keyword arguments.
     """
 
     def __init__(self, path: str, args: Sequence[Any], kwargs: Content) -> None:
@@ -59,7 +59,7 @@ class Mappings:
         self._items = [list(each) for each in self._lists]
 
     def outcome(self, returned: Any) -> Outcome:
-        """What the call has given.
+        """The effects of the call, which returned ``returned``.
 
         Raises:
             ValueError: As for `written`, or the module has changed a list.
