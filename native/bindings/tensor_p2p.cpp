@@ -461,7 +461,8 @@ nb::object exchange(const P2PCall& call, nb::handle tensor, nb::handle dst, nb::
     std::optional<TensorView> target;
     if (!out.is_none()) {
         target = view_tensor(out.ptr());
-        if (!target || !wanted.fits(static_cast<std::uint8_t>(target->dtype), target->shape)) return nb::none();
+        if (!target || target->shape.size() > max_dims) return nb::none();
+        if (!wanted.fits(static_cast<std::uint8_t>(target->dtype), target->shape)) return nb::none();
         if (overlap({outgoing.view, *target})) return nb::none();
     }
     const Deadline deadline(call.limit);

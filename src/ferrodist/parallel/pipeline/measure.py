@@ -6,6 +6,7 @@ import contextlib
 import copy
 import random
 import statistics
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,14 +61,13 @@ class _Call(torch.nn.Module):
     def __init__(self, module: torch.nn.Module, path: str) -> None:
         super().__init__()
         self.module, self._path = module, path
-        self.aliases: tuple[int, ...] = ()  # of the last call's `Outcome`
+        self.outcome: Outcome | None = None  # of the last call
 
     def forward(self, arguments: Any) -> Any:
         args, kwargs = arguments
         mappings = Mappings(self._path, args, kwargs)
-        outcome = mappings.outcome(self.module(*args, **kwargs))
-        self.aliases = outcome.aliases
-        return outcome.returned, outcome.written
+        self.outcome = mappings.outcome(self.module(*args, **kwargs))
+        return self.outcome.returned, self.outcome.written
 
 
 def measure_units(
@@ -88,7 +88,8 @@ def measure_units(
         child = _Call(copy.deepcopy(unit), path)
         seconds, (returned, written) = _measure(child, (args, kwargs), clock)
         times[path] = times.get(path, 0) + seconds
-        return mappings.apply(Outcome(returned=returned, written=written, aliases=child.aliases))
+        assert child.outcome is not None
+        return mappings.apply(replace(child.outcome, returned=returned, written=written))
 
     with preserve_random_states(), torch.inference_mode(False), torch.enable_grad():
         run(call)

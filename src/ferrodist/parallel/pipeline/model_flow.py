@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ferrodist.parallel.pipeline.model_mappings import Mappings, Outcome, leaves_in, map_tensors
+from ferrodist.parallel.pipeline.model_mappings import Mappings, Outcome, Slot, leaves_in, map_tensors
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modes import DispatchMode
 from ferrodist.torch_private.modules import own_buffers
+from ferrodist.torch_private.operators import schema_of
 from ferrodist.torch_private.pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class Call:
     """The structure of these two."""
     aliases: tuple[int, ...] = ()
     """Which mappings and lists in these two are the same object: see `Outcome`."""
+    kept: frozenset[Slot] = frozenset()
+    """Which entries of mappings and lists it leaves as they are."""
 
 
 @dataclass(slots=True)
@@ -148,6 +151,8 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         self._shadows = shadows
         self._changed = changed
         self._sources: dict[int, tuple[Any, frozenset[Source]]] = {}  # by storage, which is kept alive
+        self._replaced: dict[int, tuple[Any, str]] = {}  # memory that a unit has written to in a mapping or list
+        self._random: dict[int, Any] = {}  # memory of random numbers in whose place mappings have others
         self._inside: str | None = None  # the unit that runs
 
     def mark(self, tensor: torch.Tensor, *sources: Source) -> None:
@@ -168,8 +173,7 @@ class Tracer(DispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator; its results come from where its arguments do."""
         if self._inside is None:
-            if any(tensor.is_meta for tensor in _tensors_in((args, kwargs))):
-                self._refuse_meta(args, kwargs)
+            self._check_use(func, args, kwargs)
             if str((kwargs or {}).get("device")) == "meta":  # code that asks for the device of its parameters
                 kwargs = {**kwargs, "device": torch.device("cpu")}
         result = func(*args, **(kwargs or {}))
@@ -196,6 +200,7 @@ class Tracer(DispatchMode):  # type: ignore[misc]
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a unit's call; returns zeros of its result's shapes, or the result of a call that depends on none."""
         sources = self.sources_of((args, kwargs))
+        self._refuse_replaced(args, kwargs, is_write=False)
         hidden = next((each for each in leaves_in((args, kwargs)) if _holds_tensors(each)), None)
         if hidden is not None:
             raise ValueError(
@@ -211,9 +216,12 @@ class Tracer(DispatchMode):  # type: ignore[misc]
             if not any(kind == "call" for kind, _ in self.sources_of(changed)):
                 self.trace.calls.append(Call(path=path, is_local=True, sources=sources, leaves=(), spec=None))
                 return returned
+            for each in _tensors_in(mappings.written_in_place()):
+                self._replaced[id(_memory_of(each))] = _memory_of(each), path
             outcome = mappings.outcome(returned)
         else:
             outcome = self._run_on_meta(path, args, kwargs)
+        outcome = replace(outcome, kept=self._kept(mappings, outcome))
         leaves, spec = tree_flatten((outcome.returned, outcome.written))
         call_index = len(self.trace.calls)
         shapes = tuple(
@@ -221,7 +229,15 @@ class Tracer(DispatchMode):  # type: ignore[misc]
             for each in leaves
         )
         self.trace.calls.append(
-            Call(path=path, is_local=False, sources=sources, leaves=shapes, spec=spec, aliases=outcome.aliases)
+            Call(
+                path=path,
+                is_local=False,
+                sources=sources,
+                leaves=shapes,
+                spec=spec,
+                aliases=outcome.aliases,
+                kept=outcome.kept,
+            )
         )
         found = []
         for index, leaf in enumerate(shapes):
@@ -232,6 +248,40 @@ class Tracer(DispatchMode):  # type: ignore[misc]
                 found.append(leaf)
         made, written = tree_unflatten(found, spec)
         return mappings.apply(replace(outcome, returned=made, written=written))
+
+    def _kept(self, mappings: Mappings, outcome: Outcome) -> frozenset[Slot]:
+        """The entries that stages keep as they are: not returned random numbers, which each stage would draw anew."""
+        found = set[Slot]()
+        for slot in outcome.kept:
+            entry = mappings.entry(slot)
+            is_random = any(kind == "random" for kind, _ in self.sources_of(entry))
+            if is_random and slot[0] in outcome.aliases:
+                self._random.update((id(_memory_of(each)), _memory_of(each)) for each in _tensors_in(entry))
+            else:
+                found.add(slot)
+        return frozenset(found)
+
+    def _refuse_replaced(self, args: Any, kwargs: Any, *, is_write: bool) -> None:
+        """Raise for tensors in whose place mappings have others, in which later stages would miss what is written."""
+        for tensor in _tensors_in((args, kwargs)):
+            memory = id(_memory_of(tensor))
+            if memory in self._replaced:
+                raise ValueError(
+                    f"module {self._replaced[memory][1]!r} writes in place to a tensor in a mapping or list, and the"
+                    " model's code uses the tensor itself: go on with the mapping or list that the module returns"
+                )
+            if is_write and memory in self._random:
+                raise ValueError(
+                    "the model's code writes in place to random numbers that are in a mapping or list which a module"
+                    " has returned, which other stages would not see: write to a copy"
+                )
+
+    def _check_use(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Raise for an operator between units that uses tensors that it can't have."""
+        if any(tensor.is_meta for tensor in _tensors_in((args, kwargs))):
+            self._refuse_meta(args, kwargs)
+        if self._replaced or self._random:
+            self._refuse_replaced(args, kwargs, is_write=schema_of(func).is_mutable)
 
     def _refuse_meta(self, args: Any, kwargs: Any) -> None:
         """Raise for a tensor of a unit that the code between units uses, and that the unit didn't return."""

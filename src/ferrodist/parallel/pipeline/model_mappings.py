@@ -14,15 +14,21 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 Content: TypeAlias = "dict[Any, Any]"
 _KINDS = (dict, UserDict)
 _LISTS = (list, deque)
 _NEW = -1
+_MISSING = object()
+
+
+Slot: TypeAlias = "tuple[int, Any]"
+"""The index of a mapping or list among those of the arguments, and a key of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +40,13 @@ class Outcome:
         written: The new and changed entries of each mapping of the arguments.
         aliases: For each mapping and list in these two, depth first: the index of the same object among those of the
             arguments and the earlier ones, or -1.
+        kept: Entries of the arguments that the call has left as they were.
     """
 
     returned: Any
     written: list[Content]
     aliases: tuple[int, ...]
+    kept: frozenset[Slot]
 
 
 class Mappings:
@@ -53,10 +61,10 @@ class Mappings:
     def __init__(self, path: str, args: Sequence[Any], kwargs: Content) -> None:
         self._path = path
         self._containers = _containers_in((*args, *kwargs.values()))
-        self._mappings = [each for each in self._containers if isinstance(each, _KINDS)]
-        self._lists = [each for each in self._containers if isinstance(each, _LISTS)]
-        self._before = [dict(each) for each in self._mappings]
-        self._items = [list(each) for each in self._lists]
+        self._before = [dict(_items_of(each)) for each in self._containers]
+        self._versions = {
+            (index, key): _versions_in(one) for index, items in enumerate(self._before) for key, one in items.items()
+        }
 
     def outcome(self, returned: Any) -> Outcome:
         """The effects of the call, which returned ``returned``.
@@ -66,37 +74,64 @@ class Mappings:
         """
         if self.changed_lists():
             raise self._unseen_write()
-        written = self.written()
-        aliases = self._aliases((returned, written))
-        own = {id(each) for each in self._containers if _is_leaf_of_torch(each)}  # whose contents torch wouldn't see
-        if own:
-            returned = _map_containers(lambda each, _: _plain(each) if id(each) in own else each, returned)
-        return Outcome(returned=returned, written=written, aliases=aliases)
+        value = returned, self.written()
+        packed, written = self._packed(value)
+        kept = frozenset(
+            (index, key)
+            for index, container in enumerate(self._containers)
+            for key, one in _items_of(container)
+            if self._before[index].get(key, _MISSING) is one and _versions_in(one) == self._versions[index, key]
+        )
+        return Outcome(returned=packed, written=written, aliases=self.aliases_in(value), kept=kept)
 
-    def _aliases(self, value: Any) -> tuple[int, ...]:
+    def aliases_in(self, value: Any) -> tuple[int, ...]:
+        """The `Outcome.aliases` of a nested value."""
         known = {id(each): index for index, each in enumerate(self._containers)}
         aliases: list[int] = []
         entered: set[int] = set()
 
-        def visit(container: Any, enter: Callable[[Any], Any]) -> Any:
+        def visit(container: Any) -> bool:
             index = known.get(id(container))
             aliases.append(_NEW if index is None else index)
             if index is None:
                 index = known[id(container)] = len(known)
-            if index not in entered:
-                entered.add(index)
-                enter(container)
-            return container
+            is_first = index not in entered
+            entered.add(index)
+            return is_first
 
-        _map_containers(visit, value)
+        _visit(visit, value)
         return tuple(aliases)
 
+    def _packed(self, value: Any) -> Any:
+        """A nested value in copies of its mappings and lists: plain ones of arguments that are no pytrees of torch."""
+        own = {id(each) for each in self._containers}
+        made: dict[int, Any] = {}
+
+        def change(leaf: Any) -> Any:
+            if not _is_container(leaf) or (id(leaf) not in own and _is_leaf_of_torch(leaf)):
+                return leaf
+            if id(leaf) not in made:
+                is_plain = _is_leaf_of_torch(leaf)
+                copied = made[id(leaf)] = _plain(leaf) if is_plain else copy.copy(leaf)
+                for key, one in _items_of(leaf):
+                    copied[key] = walk(one)
+            return made[id(leaf)]
+
+        def walk(nested: Any) -> Any:
+            return tree_map(change, nested, is_leaf=_is_container)
+
+        return walk(value)
+
     def apply(self, outcome: Outcome) -> Any:
-        """Write to the arguments what a call of a copy of the module has written and returned; returns the result."""
+        """Write to the arguments what a call of a copy of the module has written and returned; returns the result.
+
+        ``outcome`` must be this call's alone: it is changed.
+        """
         returned = outcome.returned
         if any(alias != _NEW for alias in outcome.aliases):
             returned = self._unified(outcome)
-        for mapping, content in zip(self._mappings, outcome.written, strict=True):
+        mappings = [each for each in self._containers if isinstance(each, _KINDS)]
+        for mapping, content in zip(mappings, outcome.written, strict=True):
             for key, value in content.items():
                 mapping[key] = value
         return returned
@@ -105,20 +140,43 @@ class Mappings:
         """The result with the objects that its aliases mean; ``written`` is changed in place."""
         aliases, known, entered = iter(outcome.aliases), list(self._containers), set[int]()
 
-        def visit(container: Any, enter: Callable[[Any], Any]) -> Any:
+        def change(leaf: Any) -> Any:
+            if not _is_container(leaf):
+                return leaf
             alias = next(aliases)
+            content = leaf
             if alias == _NEW:
                 alias = len(known)
-                known.append(container)
+                content = copy.copy(leaf) if _is_leaf_of_torch(leaf) else leaf  # which a trace has, too
+                known.append(content)
             if alias not in entered:
                 entered.add(alias)
-                enter(container)
-                if known[alias] is not container:
-                    _fill(known[alias], container)
+                target = known[alias]
+                for key, one in list(_items_of(content)):
+                    value = walk(one)
+                    if (alias, key) not in outcome.kept and (target is not content or value is not one):
+                        target[key] = value
             return known[alias]
 
-        returned, _ = _map_containers(visit, (outcome.returned, outcome.written))
+        def walk(nested: Any) -> Any:
+            return tree_map(change, nested, is_leaf=_is_container)
+
+        returned, written = walk((outcome.returned, outcome.written))
+        outcome.written[:] = written
         return returned
+
+    def written_in_place(self) -> list[Any]:
+        """The entries that are the same objects as before, to whose tensors the call has written."""
+        return [
+            one
+            for (index, key), versions in self._versions.items()
+            if _versions_in(one := self._before[index][key]) != versions
+        ]
+
+    def entry(self, slot: Slot) -> Any:
+        """An entry of the arguments, as it was before the call."""
+        index, key = slot
+        return self._before[index][key]
 
     def written(self) -> list[Content]:
         """The entries of each mapping that are new or changed since then.
@@ -126,24 +184,25 @@ class Mappings:
         Raises:
             ValueError: The module has changed the order of a mapping, or removed from it.
         """
-        is_reordered = any(
-            list(found)[: len(before)] != list(before)
-            for before, found in zip(self._before, self._mappings, strict=True)
-        )
-        if is_reordered:
+        pairs = [
+            (before, found)
+            for before, found in zip(self._before, self._containers, strict=True)
+            if isinstance(found, _KINDS)
+        ]
+        if any(list(found)[: len(before)] != list(before) for before, found in pairs):
             raise self._unseen_write()
-        missing = object()
         return [
-            {key: value for key, value in found.items() if before.get(key, missing) is not value}
-            for before, found in zip(self._before, self._mappings, strict=True)
+            {key: value for key, value in found.items() if before.get(key, _MISSING) is not value}
+            for before, found in pairs
         ]
 
     def changed_lists(self) -> list[Any]:
         """The lists that have other items since then."""
         return [
             each
-            for each, items in zip(self._lists, self._items, strict=True)
-            if len(each) != len(items) or any(one is not other for one, other in zip(each, items, strict=True))
+            for before, each in zip(self._before, self._containers, strict=True)
+            if isinstance(each, _LISTS)
+            and (len(each) != len(before) or any(one is not before[index] for index, one in enumerate(each)))
         ]
 
     def _unseen_write(self) -> ValueError:
@@ -157,89 +216,81 @@ def check_inputs(args: Sequence[Any], kwargs: Content) -> None:
     """Raise ValueError if one mapping or list is among a model's inputs twice: later stages would get copies."""
     seen: set[int] = set()
 
-    def visit(container: Any, enter: Callable[[Any], Any]) -> Any:
+    def visit(container: Any) -> bool:
         if id(container) in seen:
             raise ValueError(
                 f"the model's inputs have one {type(container).__name__} twice, and stages after the first would get"
                 " two: give it once, or give copies"
             )
         seen.add(id(container))
-        enter(container)
-        return container
+        return True
 
-    _map_containers(visit, (*args, *kwargs.values()))
+    _visit(visit, (*args, *kwargs.values()))
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """A nested value with the result of a function for each tensor, and a copy of each mapping and list."""
     made: dict[int, Any] = {}
 
-    def visit(container: Any, enter: Callable[[Any], Any]) -> Any:
-        if id(container) not in made:
-            made[id(container)] = copy.copy(container)
-            enter(made[id(container)])
-        return made[id(container)]
+    def change(leaf: Any) -> Any:
+        if not _is_container(leaf):
+            return function(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        if id(leaf) not in made:
+            copied = made[id(leaf)] = copy.copy(leaf)
+            for key, one in _items_of(leaf):
+                copied[key] = walk(one)
+        return made[id(leaf)]
 
-    return _map_containers(visit, value, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+    def walk(nested: Any) -> Any:
+        return tree_map(change, nested, is_leaf=_is_container)
+
+    return walk(value)
 
 
 def leaves_in(value: Any) -> list[Any]:
     """The leaves of a nested value, also of mappings and lists that aren't torch's pytrees."""
     found = []
     for leaf in tree_leaves(value):
-        if isinstance(leaf, _KINDS):
-            found += leaves_in(list(leaf.values()))
+        if _is_container(leaf):
+            found += leaves_in([one for _, one in _items_of(leaf)])
         else:
-            found += leaves_in(list(leaf)) if isinstance(leaf, _LISTS) else [leaf]
+            found.append(leaf)
     return found
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (*_KINDS, *_LISTS))
+
+
+def _items_of(container: Any) -> Iterable[tuple[Any, Any]]:
+    return container.items() if isinstance(container, _KINDS) else enumerate(container)
+
+
+def _visit(visit: Callable[[Any], bool], value: Any) -> None:
+    """Call a function with each mapping and list of a value, depth first; its items follow if it returns true."""
+    for leaf in tree_leaves(value, is_leaf=_is_container):
+        if _is_container(leaf) and visit(leaf):
+            for _, one in _items_of(leaf):
+                _visit(visit, one)
 
 
 def _containers_in(value: Any) -> list[Any]:
     """The mappings and lists in a nested value, each once."""
     found: dict[int, Any] = {}
 
-    def visit(container: Any, enter: Callable[[Any], Any]) -> Any:
-        if id(container) not in found:
-            found[id(container)] = container
-            enter(container)
-        return container
+    def visit(container: Any) -> bool:
+        is_first = id(container) not in found
+        found[id(container)] = container
+        return is_first
 
-    _map_containers(visit, value)
+    _visit(visit, value)
     return list(found.values())
 
 
-def _map_containers(
-    visit: Callable[[Any, Callable[[Any], Any]], Any],
-    value: Any,
-    leaf_function: Callable[[Any], Any] = lambda leaf: leaf,
-) -> Any:
-    """A nested value with the result of a function for each mapping or list, depth first.
-
-    ``visit`` takes the mapping or list, and a function that replaces the items of one in place by their results.
-    """
-
-    def change(leaf: Any) -> Any:
-        return visit(leaf, enter) if isinstance(leaf, (*_KINDS, *_LISTS)) else leaf_function(leaf)
-
-    def walk(nested: Any) -> Any:
-        return tree_map(change, nested, is_leaf=lambda leaf: isinstance(leaf, (*_KINDS, *_LISTS)))
-
-    def enter(container: Any) -> None:
-        for key, one in list(container.items() if isinstance(container, _KINDS) else enumerate(container)):
-            result = walk(one)
-            if result is not one:
-                container[key] = result
-
-    return walk(value)
-
-
-def _fill(target: Any, content: Any) -> None:
-    if isinstance(target, _KINDS):
-        for key, one in content.items():
-            target[key] = one
-    else:
-        for index, one in enumerate(content):
-            target[index] = one
+def _versions_in(value: Any) -> list[int]:
+    """The number of writes to each tensor in an entry, but for those in mappings and lists of their own."""
+    tensors = (leaf for leaf in tree_leaves(value, is_leaf=_is_container) if isinstance(leaf, torch.Tensor))
+    return [0 if each.is_inference() else version_of(each) for each in tensors]
 
 
 def _plain(container: Any) -> Any:

@@ -308,7 +308,7 @@ class _StageRun:
         """Keep what later stages get of a unit's call, and check that the rest is as they expect."""
         call = self._flow.calls[call_index]
         leaves, spec = tree_flatten((outcome.returned, outcome.written))
-        if len(leaves) != len(call.leaves) or spec != call.spec:
+        if len(leaves) != len(call.leaves) or spec != call.spec or outcome.aliases != call.aliases:
             raise self._other_result(call.path, "another structure and not the one")
         for leaf, (value, expected) in enumerate(zip(leaves, call.leaves, strict=True)):
             if isinstance(value, torch.Tensor) and isinstance(expected, LeafShape):
@@ -371,7 +371,7 @@ class _StageRun:
             for leaf, shape in enumerate(call.leaves)
         ]
         returned, written = tree_unflatten(leaves, call.spec)
-        return Outcome(returned=returned, written=written, aliases=call.aliases)
+        return Outcome(returned=returned, written=written, aliases=call.aliases, kept=call.kept)
 
     def _deviation(self, what: str) -> RuntimeError:
         expected = self._flow.calls[self._next].path if self._next < len(self._flow.calls) else "the end"

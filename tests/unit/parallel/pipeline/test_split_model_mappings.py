@@ -235,6 +235,37 @@ def skip(hidden, data):
     return data
 
 
+def write_to_what_a_mapping_has(model, x):
+    factor = x * 1.0
+    seen = {"factor": factor}
+    for block in model.blocks:
+        x, *_ = block(x, seen)
+    factor.mul_(2)
+    return (x * seen["factor"]).sum()
+
+
+def write_rows(model, x):
+    rows = torch.zeros(3, 6, dtype=torch.float64)
+    seen = [rows]
+    for index, block in enumerate(model.blocks):
+        x, *_ = block(x, seen)
+        rows[index] = x.mean(0)
+    return (x.sum(0) * rows).sum()
+
+
+def keep_tuples(model, x):
+    pair = x * 2, x * 3
+    seen = {"pair": pair}
+    for block in model.blocks:
+        x, *_ = block(x, seen)
+    assert seen["pair"] is pair
+    return (x * pair[0] + pair[1]).sum()
+
+
+def give(hidden, *args):
+    return hidden, *args
+
+
 def put_one_mapping_into_another(model, x):
     outer, inner = {}, {}
     for block in model.blocks:
@@ -272,6 +303,9 @@ def write_and_return(hidden, seen):
         (give_one_mapping_twice_and_write_to_another, write),
         (write_in_place_to_a_list_that_is_returned, lambda hidden: hidden),
         (keep_random_numbers, skip),
+        (write_to_what_a_mapping_has, give),
+        (write_rows, give),
+        (keep_tuples, give),
         (put_one_mapping_into_another, put),
         (write_what_is_returned, write_and_return),
     ],
@@ -295,6 +329,54 @@ def test_mappings_and_lists_keep_their_identity(code, block_code, balance):
         for stage in stages:
             for name, parameter in stage.named_parameters():
                 torch.testing.assert_close(parameter.grad, grads[name])
+
+    run_ranks(program, 1)
+
+
+def use_tensors_beside_their_list(model, x):
+    first = model.blocks[0](x)[0] * 2
+    model.relu([first])
+    return model.blocks[2](model.blocks[1](first)[0])[0].sum()
+
+
+def write_to_random_numbers(model, x):
+    factor = torch.nn.functional.dropout(x, 0.5)
+    seen = {"factor": factor}
+    for block in model.blocks:
+        x, seen = block(x, seen)
+    factor.mul_(2)
+    return (x * seen["factor"]).sum()
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (use_tensors_beside_their_list, "'relu' writes in place to a tensor in a mapping or list"),
+        (write_to_random_numbers, "writes in place to random numbers that are in a mapping or list"),
+    ],
+)
+def test_writes_that_later_stages_would_miss_are_refused(code, message):
+    with pytest.raises(ValueError, match=message):
+        split_model(FreeModel(code, give).double(), 2, None, sample=X)
+
+
+def test_a_mapping_that_is_returned_by_values_is_refused():
+    def return_copies_of_some(hidden, seen):
+        return hidden, seen if hidden.detach().sum().item() == 0 else dict(seen)
+
+    def code(model, x):
+        seen = {"mean": x.mean()}
+        for block in model.blocks:
+            x, found = block(x, seen)
+            found["mean"] = x.mean() * 7
+        return x.sum() + seen["mean"]
+
+    model = FreeModel(code, return_copies_of_some).double()
+
+    def program(group):
+        stages = split_model(model, 2, group, sample=X)
+        with pytest.raises(ValueError, match=r"module 'blocks.0' returned another structure"):
+            stages[0](X)
 
     run_ranks(program, 1)
 
