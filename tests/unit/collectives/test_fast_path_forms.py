@@ -452,6 +452,7 @@ def test_wrong_outs_of_sendrecv_are_refused_before_anything_is_sent():
             (ValueError, "out shares memory with the tensor that is sent", None, mine[1:]),
             (ValueError, "out has elements that share memory", None, torch.ones(1).expand(4)),
             (ValueError, "out is on meta", None, torch.ones(4, device="meta")),
+            (ValueError, "at most 12 dims", None, torch.ones([1] * 12 + [4])),
         ):
             with pytest.raises((error, fd.UnsupportedOpError), match=text):
                 fd.sendrecv(mine, peer, shape, peer, out=out)
