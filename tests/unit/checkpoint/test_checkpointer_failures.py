@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import threading
 import weakref
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.checkpoint import AsyncCheckpointer, DistCheckpointError, load_distributed, save
+from ferrodist.checkpoint import AsyncCheckpointer, DistCheckpointError, load_distributed
 from ferrodist.checkpoint.async_checkpointer import StagingBuffer
 from ferrodist.checkpoint.storage.local import LocalStorage
 from ferrodist.checkpoint.storage.local_writer import LocalFileWriter
@@ -144,7 +145,8 @@ def test_a_failed_save_releases_its_memory(
     def fail(*_: object) -> None:
         raise OSError(28, "no room")
 
-    monkeypatch.setattr(save, "write_safetensors", fail)
+    saving = importlib.import_module("ferrodist.checkpoint.save_distributed")  # not the function
+    monkeypatch.setattr(saving, "write_safetensors", fail)
     saves = AsyncCheckpointer(tmp_path)
     memory = weakref.ref(saves._free[0])
     future = saves.save_async({"a": torch.zeros(1000)}, 1)

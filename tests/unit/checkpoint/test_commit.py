@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import shutil
@@ -17,7 +18,6 @@ from ferrodist.checkpoint import (
     PerRank,
     consensus,
     load_distributed,
-    save,
     save_distributed,
     verify,
 )
@@ -30,6 +30,8 @@ from ferrodist.testing import run_ranks
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.checkpoint.storage import Storage
+
+_SAVING = importlib.import_module("ferrodist.checkpoint.save_distributed")  # not the function
 
 
 def _save(path: Path, value: float = 1.0) -> None:
@@ -211,7 +213,7 @@ def test_an_unfinished_manifest_is_removed(tmp_path: Path, monkeypatch: pytest.M
 
 def test_disks_that_ranks_dont_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when each host has a folder of this name: the error says so."""
-    open_storage = save.open_storage
+    open_storage = _SAVING.open_storage
     elsewhere: set[int] = set()
 
     def of_own(path: Path, options: None) -> Storage:
@@ -221,7 +223,7 @@ def test_disks_that_ranks_dont_share(tmp_path: Path, monkeypatch: pytest.MonkeyP
             storage.path = tmp_path / "another host" / "saved"
         return storage
 
-    monkeypatch.setattr(save, "open_storage", of_own)
+    monkeypatch.setattr(_SAVING, "open_storage", of_own)
 
     def program(group: Backend) -> None:
         if group.rank == 1:

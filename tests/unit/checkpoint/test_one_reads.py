@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.checkpoint import DistCheckpointError, Placed, load, load_distributed, save_distributed
+from ferrodist.checkpoint import DistCheckpointError, Placed, load_distributed, save_distributed
 from ferrodist.checkpoint.storage import LocalStorage
 from ferrodist.testing import run_ranks
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
+_LOADING = importlib.import_module("ferrodist.checkpoint.load_distributed")  # not the function
 _ROWS, _COLUMNS = 37, 6
 
 
@@ -33,7 +35,7 @@ def test_each_byte_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, backend: str
 ) -> None:
     """All ranks get their parts, whole ones too, in one chunk or many; rank 0 alone reads, and reads nothing twice."""
-    monkeypatch.setattr(load, "_MESSAGE_BYTES", chunk_bytes)
+    monkeypatch.setattr(_LOADING, "_MESSAGE_BYTES", chunk_bytes)
     values = _save(tmp_path)
     read_bytes: list[int] = []
     original = LocalStorage.read
@@ -99,14 +101,14 @@ def test_damage_is_one_error(tmp_path: Path) -> None:
 def test_a_rank_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's lack of memory is an error on all ranks before anything is sent."""
     _save(tmp_path)
-    most_bytes, here = load._max_message_bytes, threading.local()
+    most_bytes, here = _LOADING._max_message_bytes, threading.local()
 
     def most(*args: object) -> int:
         if here.is_short:
             raise MemoryError
         return most_bytes(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(load, "_max_message_bytes", most)
+    monkeypatch.setattr(_LOADING, "_max_message_bytes", most)
 
     def program(group: Backend) -> None:
         for short in (0, 1):
