@@ -26,13 +26,7 @@ from ferrodist.torch_backend.callback_levels import CallbackLevels
 from ferrodist.torch_backend.futures import ThreadPool
 from ferrodist.torch_backend.messages import MessageWork, PendingSends, drain_pending, receive_message, send_message
 from ferrodist.torch_backend.sparse import sparse_allreduce
-from ferrodist.torch_backend.work import (
-    DoneWork,
-    FerrodistWork,
-    JoinedWork,
-    can_drain,
-    seconds_of,
-)
+from ferrodist.torch_backend.work import DoneWork, FerrodistWork, JoinedWork, can_drain, seconds_of
 from ferrodist.torch_private.compilers import not_compiled
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from ferrodist.errors import add_error_context
 from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.program_failures import report_failure
 from ferrodist.torch_private.modules import own_buffers
-from ferrodist.torch_private.pytree import tree_map
+from ferrodist.torch_private.pytree import tree_flatten, tree_unflatten
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -61,14 +61,23 @@ class MixedPrecision:
         """The dtype in which the gradient of a parameter with shards of ``dtype`` is averaged."""
         return self.reduce_dtype if self.reduce_dtype is not None and dtype.is_floating_point else self.computed(dtype)
 
-    def cast(self, inputs: Any) -> Any:
-        """Cast inputs of the model, in any nesting of lists, tuples and dicts, to ``param_dtype``."""
-        dtype = self.param_dtype
-        if dtype is None or not self.cast_inputs:
-            return inputs
-        return tree_map(
-            lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, inputs
-        )
+    def cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cast arguments of the model, in any nesting of lists, tuples and dicts, to ``param_dtype``.
+
+        Those in which nothing is to be cast stay the same objects, which the model may write to.
+        """
+        if self.param_dtype is None or not self.cast_inputs:
+            return args, kwargs
+        return tuple(map(self._cast_argument, args)), {name: self._cast_argument(each) for name, each in kwargs.items()}
+
+    def _cast_argument(self, value: Any) -> Any:
+        leaves, spec = tree_flatten(value)
+        cast = [
+            leaf.to(self.param_dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+            for leaf in leaves
+        ]
+        is_same = all(one is other for one, other in zip(leaves, cast, strict=True))
+        return value if is_same else tree_unflatten(cast, spec)
 
     def convert_buffers(self, module: torch.nn.Module) -> None:
         """Convert the module's floating-point buffers to ``buffer_dtype``, in place."""

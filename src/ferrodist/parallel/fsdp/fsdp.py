@@ -195,7 +195,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
     def _begin_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather the outermost unit; returns the arguments in the dtype of computation."""
         self._guard.check_unchanged(type(self.module).__name__)
-        args, kwargs = self._precision.cast((args, kwargs))
+        args, kwargs = self._precision.cast(args, kwargs)
         if not self._scheduler.is_in_method:
             self._scheduler.pre_forward(self._units[0])
             forbid_shards(self._key)
@@ -215,7 +215,7 @@ class FSDP(TransparentWrapper, Generic[WrappedModule]):
         if scheduler.is_in_call:  # of the model's own code, or with full parameters
             return method(*args, **kwargs)
         self._guard.check_unchanged(type(self.module).__name__)
-        args, kwargs = self._precision.cast((args, kwargs))
+        args, kwargs = self._precision.cast(args, kwargs)
         scheduler.begin_method(name)
         forbid_shards(self._key)
         try:

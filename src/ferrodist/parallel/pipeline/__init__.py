@@ -18,7 +18,8 @@ The modules::
     schedule/validate.py    schedules checked before use           measure.py             time of each of its children
     schedule/timeline.py    predicted time and memory             split_model.py          another model cut into stages
     schedule/visualize.py   pictures, as text and as a plot       model_units.py          its blocks and other parts
-    model_flow.py           traced: what these pass to each other model_skeleton.py       its code without parameters
+    model_tracer.py         traced: what these pass to each other model_skeleton.py       its code without parameters
+    model_flow.py           what each stage gets of earlier ones  model_mappings.py       dicts and lists passed on
     model_division.py       common data of its stages, a trace    model_stage.py          its code, run by each stage
 """
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.parallel.pipeline.measure import measure_units, preserve_random_states
-from ferrodist.parallel.pipeline.model_flow import Flow, Trace, Tracer, copied, find_flow, is_integer
+from ferrodist.parallel.pipeline.model_flow import Flow, Trace, find_flow, is_integer
 from ferrodist.parallel.pipeline.model_skeleton import Skeleton
+from ferrodist.parallel.pipeline.model_tracer import Tracer, copied
 from ferrodist.parallel.pipeline.model_units import ModelUnits, copy_to_host, copy_without_memory
 from ferrodist.torch_private.modules import own_modules, own_parameters
 from ferrodist.torch_private.pytree import tree_flatten, tree_unflatten

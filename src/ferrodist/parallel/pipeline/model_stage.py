@@ -22,11 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.parallel.module_init import find_initialiser, has_meta_tensors
-from ferrodist.parallel.pipeline.model_flow import (
-    Flow,
-    LeafShape,
-    is_integer,
-)
+from ferrodist.parallel.pipeline.model_flow import Flow, LeafShape, is_integer
 from ferrodist.parallel.pipeline.model_mappings import Mappings, Outcome, check_inputs
 from ferrodist.parallel.pipeline.state_dict import ModulePart
 from ferrodist.torch_private.autograd import version_of

@@ -25,6 +25,8 @@ from ferrodist.errors import (
 )
 from ferrodist.parallel.module_init import verify_across_ranks
 from ferrodist.parallel.pipeline.microbatch import Losses, LossReduction, Microbatches, Outputs, split_batch
+from ferrodist.parallel.pipeline.model_mappings import check_inputs
+from ferrodist.parallel.pipeline.model_stage import ModelStage
 from ferrodist.parallel.pipeline.schedule.build import PipelineSchedule, resolve_schedule
 from ferrodist.parallel.pipeline.schedule.lowering import backward_only, forward_only
 from ferrodist.parallel.pipeline.schedule_executor import ScheduleExecutor, StepData
@@ -359,6 +361,8 @@ class Pipeline(TransparentWrapper):
         if not self._owns_stage(index):
             return []
         what = "inputs" if index == 0 else "targets"
+        if index == 0 and isinstance(self._local_stages[0], ModelStage) and not isinstance(inputs, Microbatches):
+            check_inputs((inputs,), {})  # a microbatch has copies of the batch's dicts and lists
         microbatches, counts = split_batch(inputs, self.num_microbatches, what)
         self._losses.set_sample_counts(counts, what)
         return microbatches

@@ -557,6 +557,27 @@ def test_mixed_precision(run):
     assert seen == {(torch.bfloat16, torch.bfloat16)}
 
 
+class _Counting(torch.nn.Linear):
+    """A layer that writes to a dict of its arguments."""
+
+    def forward(self, x, seen):
+        seen["dtype"] = x.dtype
+        return super().forward(x)
+
+
+def test_mixed_precision_leaves_other_arguments_as_they_are(run):
+    """A dict without tensors to cast is the caller's own; one with some is a copy."""
+
+    def program(group):
+        fsdp = FSDP(_Counting(3, 2), group, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+        own, cast = {"name": 1}, {"scale": torch.ones(2)}
+        fsdp(torch.ones(1, 3), own)
+        fsdp(torch.ones(1, 3), seen=cast)
+        return own, list(cast)
+
+    assert run(program, 2) == [({"name": 1, "dtype": torch.bfloat16}, ["scale"])] * 2
+
+
 def test_meta_device(run):
     """A model that never existed in full gets rank 0's values, and trains."""
     with torch.device("meta"):

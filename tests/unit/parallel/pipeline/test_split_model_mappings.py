@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from ferrodist import split_model
-from ferrodist.parallel.pipeline import Balance, Pipeline
+from ferrodist.parallel.pipeline import Balance, Pipeline, PipelineSchedule
 from ferrodist.testing import run_ranks
 
 X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -401,6 +401,8 @@ def test_a_mapping_that_is_two_inputs_is_refused():
         torch.testing.assert_close(stages[1](stages[0](sample)), model(sample))
         with pytest.raises(ValueError, match="inputs have one dict twice"):
             stages[0]([X, factor, factor])
+        with pytest.raises(ValueError, match="inputs have one dict twice"):
+            Pipeline(stages, group, schedule=PipelineSchedule.LOOPED_BFS, num_microbatches=2).step([X, factor, factor])
 
     run_ranks(program, 1)
 
