@@ -65,6 +65,11 @@ def has_hooks(module: torch.nn.Module) -> bool:
     return any(getattr(module, name, None) for name in _HOOKS)
 
 
+def hooks_of(module: torch.nn.Module) -> list[Any]:
+    """Return a module's forward and backward hooks."""
+    return [hook for name in _HOOKS for hook in (getattr(module, name, None) or {}).values()]
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether calls of a module are compiled, by its method `compile`."""
     return getattr(module, "_compiled_call_impl", None) is not None

@@ -11,13 +11,21 @@ import torch
 from ferrodist.parallel.pipeline.measure import measure_units, preserve_random_states
 from ferrodist.parallel.pipeline.model_flow import Flow, Trace, find_flow, is_integer
 from ferrodist.parallel.pipeline.model_skeleton import Skeleton
+from ferrodist.parallel.pipeline.model_state import (
+    SharedObjects,
+    Snapshot,
+    names_in_evaluation,
+    own_attributes,
+    set_evaluation,
+)
 from ferrodist.parallel.pipeline.model_tracer import Tracer, copied
 from ferrodist.parallel.pipeline.model_units import ModelUnits, copy_to_host, copy_without_memory
 from ferrodist.torch_private.modules import own_modules, own_parameters
 from ferrodist.torch_private.pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +49,8 @@ class ModelDivision:
         self.output = output
         self.skeleton = Skeleton(model, units)
         shadow = copy_without_memory(model, units, lambda tensor: torch.empty_like(tensor, device="meta"))
+        self._shadow = shadow
+        self._shared_objects = SharedObjects(model, units)
         self._shadows = {path: shadow.get_submodule(path) for path in units.units}
         for path, unit in self._shadows.items():  # so that hooks on parts of a unit see its run
             own_modules(self.skeleton.model.get_submodule(path)).clear()
@@ -57,6 +67,9 @@ class ModelDivision:
         self.shared: dict[str, torch.nn.Parameter] = {}
         """Parameters of units that the code around them reads, which are in all stages that do."""
         self.whole_model = _describe_whole(self.skeleton.model, units)
+        self.evaluating = names_in_evaluation(model)
+        """The modules of the model that were in mode of evaluation."""
+        self._kept: dict[int, tuple[Any, str]] = {}  # memory that a trace left in an attribute, and its name
         self.changed: dict[str, set[str]] = {}
         """The attributes of units, and of modules in them, that their forwards have set in a trace."""
         self.owners: dict[str, int] = {}
@@ -65,7 +78,13 @@ class ModelDivision:
         """Real tensors by the identity of those on the meta device, so that tied ones stay tied."""
         self._lock = threading.Lock()
 
-    def trace(self, args: Any, kwargs: Any, *, is_training: bool) -> Trace:
+    def names_after_train(self, *, mode: bool) -> frozenset[str]:
+        """The modules in mode of evaluation after `train` of the whole model."""
+        with self._lock:
+            self._shadow.train(mode)
+            return names_in_evaluation(self._shadow)
+
+    def trace(self, args: Any, kwargs: Any, evaluating: AbstractSet[str]) -> Trace:
         """Run the model's code once without parameters, on the CPU; ValueError if that fails."""
         grad_mode = torch.is_grad_enabled()  # inference_mode(False) switches it on
         with (
@@ -74,10 +93,12 @@ class ModelDivision:
             torch.inference_mode(False),
             torch.set_grad_enabled(grad_mode),
         ):
-            self.skeleton.model.train(is_training)
-            for shadow in self._shadows.values():
-                shadow.train(is_training)
-            tracer = Tracer(self.units.stateful, self._shadows, self._add_changed)
+            for model in (self.skeleton.model, self._shadow):
+                set_evaluation(model, evaluating)
+            before = self._container_attributes()
+            tracer = Tracer(
+                self.units.stateful, self._shadows, self.own, self._add_changed, lambda: self._check_call(before)
+            )
             leaves, spec = tree_flatten((args, kwargs))
             leaves = [_copy_input(each) for each in leaves]
             for index, leaf in enumerate(leaves):
@@ -90,10 +111,18 @@ class ModelDivision:
                 tracer.mark(tensor, ("own", name))
             for name, tensor in (*self.skeleton.weights.items(), *self._weights.items()):
                 tracer.mark(tensor, ("weight", name))
+            for memory, name in self._kept.values():
+                tracer.refuse(
+                    memory,
+                    f"the model's code has results of modules in {name!r} from the call before, which only some stages"
+                    " have: pass them as an input",
+                )
             try:
                 with tracer, tracer.reads:
                     args, kwargs = tree_unflatten(leaves, spec)
                     result = self.output(self.skeleton.run(tracer.call, args, kwargs))
+                    tracer.check_result(result)
+                    self._check_attributes(before, tracer)
             except Exception as error:
                 raise ValueError(
                     f"the code of {self.name} can't be divided, or fails on its inputs: {error}"
@@ -101,12 +130,53 @@ class ModelDivision:
             tracer.trace.result = tracer.sources_of(result)
             return tracer.trace
 
-    def trace_and_share(self, args: Any, kwargs: Any, *, is_training: bool) -> Trace:
+    def _container_attributes(self) -> dict[tuple[str, str], tuple[Any, Snapshot]]:
+        """The attributes of containers, and the attributes' contents."""
+        known: dict[int, Snapshot] = {}
+        return {
+            (path, name): found
+            for path in self._shared_objects.containers
+            for name, found in own_attributes(self.skeleton.model.get_submodule(path), known).items()
+        }
+
+    def _changed_since(self, before: Mapping[tuple[str, str], tuple[Any, Snapshot]]) -> Iterator[tuple[str, str, Any]]:
+        """The containers' attributes that were set or changed since `_container_attributes`: path, name and value."""
+        for (path, name), (value, state) in self._container_attributes().items():
+            old = before.get((path, name))
+            if old is None or old[0] is not value or old[1] != state:
+                yield path, name, value
+
+    def _check_call(self, before: Mapping[tuple[str, str], tuple[Any, Snapshot]]) -> None:
+        """Raise if the code has changed objects of units before it calls one: stages have copies of the objects."""
+        for path, name, _ in self._changed_since(before):
+            other = self._shared_objects.other_user(vars(self._shared_objects.containers[path]).get(name), None)
+            if other is not None:
+                raise ValueError(
+                    f"the model's code changes {f'{path}.{name}'.lstrip('.')!r}, an object that {other} has, too, and"
+                    " of which stages have copies: pass the value as an argument"
+                )
+
+    def _check_attributes(self, before: Mapping[tuple[str, str], tuple[Any, Snapshot]], tracer: Tracer) -> None:
+        """Raise for container tensors that the code has replaced; keep what the next call can't use."""
+        for name, tensor in self.own.items():
+            path, _, key = name.rpartition(".")
+            if getattr(self.skeleton.model.get_submodule(path), key) is not tensor:
+                raise ValueError(
+                    f"the model's code sets its parameter or buffer {name!r}, and the next call would have the old one:"
+                    " those of modules around the blocks must be constants"
+                )
+        self._kept = {
+            id(memory): (memory, f"{path}.{name}".lstrip("."))
+            for path, name, value in self._changed_since(before)
+            for memory in tracer.results_in(value)
+        }
+
+    def trace_and_share(self, args: Any, kwargs: Any) -> Trace:
         """The trace for the sample; parameters that the code between the units reads are shared from then on.
 
         They are the units' own. Those of modules inside of units are refused.
         """
-        trace = self.trace(args, kwargs, is_training=is_training)
+        trace = self.trace(args, kwargs, self.evaluating)
         sources = trace.result.union(trace.reads, *(call.sources for call in trace.calls))
         names = {content for kind, content in sources if kind == "weight"}
         known = {
@@ -121,9 +191,21 @@ class ModelDivision:
                 self.shared[name] = parameter
                 zeros = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
                 self.own[name] = zeros.requires_grad_(parameter.requires_grad)
-        return self.trace(args, kwargs, is_training=is_training) if self.shared else trace
+        return self.trace(args, kwargs, self.evaluating) if self.shared or self._kept else trace
 
     def _add_changed(self, path: str, names: set[str]) -> None:
+        for name in names:
+            part, _, key = name.rpartition(".")
+            try:
+                original = vars(self.units.units[path].get_submodule(part)).get(key)
+            except AttributeError:  # made by the forward
+                continue
+            other = self._shared_objects.other_user(original, self.units.units[path])
+            if other is not None:
+                raise ValueError(
+                    f"module {path!r} changes its attribute {name!r}, an object that {other} has, too, and of which"
+                    " stages have copies: let it return what it computes"
+                )
         if not names <= self.changed.get(path, set()):
             self.changed.setdefault(path, set()).update(names)
             self.skeleton.refuse_reads({path: {name for name in names if "." not in name}})  # the rest is the shadow's
@@ -133,9 +215,9 @@ class ModelDivision:
         self.skeleton.install({**self.units.own, **self.shared})
         return measure_units(self.units.units, lambda call: self.skeleton.run(call, args, kwargs), clock=clock)
 
-    def flow(self, args: Any, kwargs: Any, *, is_training: bool) -> Flow:
-        """The flow of values for these inputs."""
-        return find_flow(self.trace(args, kwargs, is_training=is_training), self.owners, self.num_stages)
+    def flow(self, args: Any, kwargs: Any, evaluating: AbstractSet[str]) -> Flow:
+        """The flow of values for these inputs, with these modules in mode of evaluation."""
+        return find_flow(self.trace(args, kwargs, evaluating), self.owners, self.num_stages)
 
 
 def _describe_whole(code: torch.nn.Module, units: ModelUnits) -> WholeModel:

@@ -16,6 +16,7 @@ import torch
 
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.pytree import tree_leaves, tree_map
+from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -108,7 +109,7 @@ class Mappings:
         made: dict[int, Any] = {}
 
         def change(leaf: Any) -> Any:
-            if not _is_container(leaf) or (id(leaf) not in own and _is_leaf_of_torch(leaf)):
+            if not is_container(leaf) or (id(leaf) not in own and _is_leaf_of_torch(leaf)):
                 return leaf
             if id(leaf) not in made:
                 is_plain = _is_leaf_of_torch(leaf)
@@ -118,7 +119,7 @@ class Mappings:
             return made[id(leaf)]
 
         def walk(nested: Any) -> Any:
-            return tree_map(change, nested, is_leaf=_is_container)
+            return tree_map(change, nested, is_leaf=is_container)
 
         return walk(value)
 
@@ -141,7 +142,7 @@ class Mappings:
         aliases, known, entered = iter(outcome.aliases), list(self._containers), set[int]()
 
         def change(leaf: Any) -> Any:
-            if not _is_container(leaf):
+            if not is_container(leaf):
                 return leaf
             alias = next(aliases)
             content = leaf
@@ -159,7 +160,7 @@ class Mappings:
             return known[alias]
 
         def walk(nested: Any) -> Any:
-            return tree_map(change, nested, is_leaf=_is_container)
+            return tree_map(change, nested, is_leaf=is_container)
 
         returned, written = walk((outcome.returned, outcome.written))
         outcome.written[:] = written
@@ -213,8 +214,17 @@ class Mappings:
 
 
 def check_inputs(args: Sequence[Any], kwargs: Content) -> None:
-    """Raise ValueError if one mapping or list is among a model's inputs twice: later stages would get copies."""
+    """Raise ValueError for inputs of a model that later stages would get as other objects.
+
+    These are mappings and lists that are there twice, and nested values that are no dicts, lists and tuples.
+    """
     seen: set[int] = set()
+    for leaf in tree_leaves((args, kwargs), is_leaf=lambda each: type(each) not in {dict, list, tuple}):
+        if is_container(leaf) or not _is_leaf_of_torch(leaf):
+            raise ValueError(
+                f"the model's inputs have {with_article(type(leaf).__name__)}, which goes from stage to stage as"
+                " another type: pass a dict, a list or a tuple, or its tensors one by one"
+            )
 
     def visit(container: Any) -> bool:
         if id(container) in seen:
@@ -233,7 +243,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     made: dict[int, Any] = {}
 
     def change(leaf: Any) -> Any:
-        if not _is_container(leaf):
+        if not is_container(leaf):
             return function(leaf) if isinstance(leaf, torch.Tensor) else leaf
         if id(leaf) not in made:
             copied = made[id(leaf)] = copy.copy(leaf)
@@ -242,7 +252,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         return made[id(leaf)]
 
     def walk(nested: Any) -> Any:
-        return tree_map(change, nested, is_leaf=_is_container)
+        return tree_map(change, nested, is_leaf=is_container)
 
     return walk(value)
 
@@ -251,14 +261,15 @@ def leaves_in(value: Any) -> list[Any]:
     """The leaves of a nested value, also of mappings and lists that aren't torch's pytrees."""
     found = []
     for leaf in tree_leaves(value):
-        if _is_container(leaf):
+        if is_container(leaf):
             found += leaves_in([one for _, one in _items_of(leaf)])
         else:
             found.append(leaf)
     return found
 
 
-def _is_container(value: Any) -> bool:
+def is_container(value: Any) -> bool:
+    """True for a mapping or list, also one that torch doesn't know."""
     return isinstance(value, (*_KINDS, *_LISTS))
 
 
@@ -268,8 +279,8 @@ def _items_of(container: Any) -> Iterable[tuple[Any, Any]]:
 
 def _visit(visit: Callable[[Any], bool], value: Any) -> None:
     """Call a function with each mapping and list of a value, depth first; its items follow if it returns true."""
-    for leaf in tree_leaves(value, is_leaf=_is_container):
-        if _is_container(leaf) and visit(leaf):
+    for leaf in tree_leaves(value, is_leaf=is_container):
+        if is_container(leaf) and visit(leaf):
             for _, one in _items_of(leaf):
                 _visit(visit, one)
 
@@ -289,7 +300,7 @@ def _containers_in(value: Any) -> list[Any]:
 
 def _versions_in(value: Any) -> list[int]:
     """The number of writes to each tensor in an entry, but for those in mappings and lists of their own."""
-    tensors = (leaf for leaf in tree_leaves(value, is_leaf=_is_container) if isinstance(leaf, torch.Tensor))
+    tensors = (leaf for leaf in tree_leaves(value, is_leaf=is_container) if isinstance(leaf, torch.Tensor))
     return [0 if each.is_inference() else version_of(each) for each in tensors]
 
 

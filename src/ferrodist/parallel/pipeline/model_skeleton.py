@@ -21,7 +21,14 @@ _REFUSED = "_ferrodist_refused"  # the attribute with names that can't be read, 
 
 
 class _CallHandler(threading.local):
-    """The handler of calls of a skeleton's units, in this thread: (path, args, kwargs) to the result."""
+    """The handler of calls of a skeleton's units, in this thread: (path, args, kwargs) to the result.
+
+    Args:
+        skeleton: Its ``own_unit`` is called where there is no handler, when a checkpoint computes again.
+    """
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self.skeleton = skeleton
 
     call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
@@ -30,7 +37,9 @@ class Skeleton:
     """A copy of a model without parameters, whose units pass their calls on to a `_CallHandler`."""
 
     def __init__(self, model: torch.nn.Module, units: ModelUnits) -> None:
-        self.handler = _CallHandler()
+        self.own_unit: Callable[[str], torch.nn.Module | None] = lambda _path: None
+        """Finds a unit of the stage that runs the skeleton; None for those of others."""
+        self.handler = _CallHandler(self)
         self._paths = tuple(units.units)
         self._constants = find_constants(units)
         kept = {id(tensor) for tensor in self._constants.values()}
@@ -155,11 +164,15 @@ def _make_proxy(original: torch.nn.Module, path: str, handler: _CallHandler) -> 
     """A module with all attributes of a unit, whose calls go to the handler."""
 
     def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if handler.call is None:
+        if handler.call is not None:
+            return handler.call(path, args, kwargs)
+        unit = handler.skeleton.own_unit(path)
+        if unit is None:
             raise RuntimeError(
-                f"module {path!r} was called outside of the forward of its stage: call the stage instead"
+                f"module {path!r} was called outside of the forward of its stage: call the stage instead; a"
+                " torch.utils.checkpoint in the model's code can only have modules of one stage"
             )
-        return handler.call(path, args, kwargs)
+        return unit(*args, **kwargs)
 
     kind: type[torch.nn.Module] = _proxy_class(type(original))  # type: ignore[arg-type] # any class has a hash
     proxy = kind.__new__(kind)

@@ -23,7 +23,8 @@ import torch
 
 from ferrodist.parallel.module_init import find_initialiser, has_meta_tensors
 from ferrodist.parallel.pipeline.model_flow import Flow, LeafShape, is_integer
-from ferrodist.parallel.pipeline.model_mappings import Mappings, Outcome, check_inputs
+from ferrodist.parallel.pipeline.model_mappings import Mappings, Outcome, check_inputs, leaves_in
+from ferrodist.parallel.pipeline.model_state import set_evaluation
 from ferrodist.parallel.pipeline.state_dict import ModulePart
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
@@ -52,11 +53,13 @@ class ModelStage(ModulePart):
     what the previous stage returned. The last one returns the model's result.
     """
 
-    def __init__(self, division: ModelDivision, index: int, skeleton: Skeleton, *, is_training: bool) -> None:
+    def __init__(self, division: ModelDivision, index: int, skeleton: Skeleton) -> None:
         super().__init__()
-        self.training = is_training
+        self._evaluating = division.evaluating
+        self.training = "" not in self._evaluating
         self._division, self._index, self._skeleton = division, index, skeleton
-        self._flows: OrderedDict[str, Flow] = OrderedDict()
+        skeleton.own_unit = lambda path: self.find_unit(path) if self.calls_unit(path) else None
+        self._flows: OrderedDict[Any, Flow] = OrderedDict()
         self._absent: dict[str, torch.Tensor] = {}
 
     def materialise(self, init: Initialiser | None = None, device: torch.device | str = "cpu") -> None:
@@ -121,11 +124,25 @@ class ModelStage(ModulePart):
     def train(self, mode: bool = True) -> ModelStage:  # noqa: FBT001, FBT002 - torch's signature
         """Set training mode, or evaluation; see `torch.nn.Module.train`."""
         super().train(mode)
-        self._skeleton.model.train(mode)
+        self._evaluating = self._division.names_after_train(mode=mode)
+        set_evaluation(self._skeleton.model, self._evaluating)
+        for path, part in self._parts():
+            part.training = path not in self._evaluating
         return self
+
+    def _parts(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The parts of containers of the whole model in this stage, by name."""
+        return ((path, part) for path, part in self.named_modules() if isinstance(part, ModulePart))
 
     def forward(self, *inputs: Any) -> Any:
         """Run this stage; see the class."""
+        if torch.is_inference_mode_enabled():  # where writes in place can't be seen
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return self._run(inputs)
+        return self._run(inputs)
+
+    def _run(self, inputs: tuple[Any, ...]) -> Any:
+        self._check_modes()
         args, kwargs, values = self._unpack(inputs)
         flow = self._flow_of(args, kwargs)
         run = _StageRun(self, flow, self._index, (args, kwargs), values)
@@ -139,16 +156,27 @@ class ModelStage(ModulePart):
         run.check_end()
         return self._division.output(result)
 
-    def unit(self, path: str) -> torch.nn.Module:
+    def find_unit(self, path: str) -> torch.nn.Module:
         """The module of this stage with a name in the whole model."""
         module: Any = self
         for name in path.split("."):
             module = own_modules(module)[name]
         return module  # type: ignore[no-any-return]
 
+    def calls_unit(self, path: str) -> bool:
+        """True for a unit that this stage calls."""
+        division = self._division
+        return path in division.units.units and division.owners.get(path, self._index) == self._index
+
+    def has_state(self, path: str) -> bool:
+        """True for a unit with parameters or persistent buffers."""
+        return path in self._division.units.stateful
+
     def add_unit(self, path: str, unit: torch.nn.Module, *, is_replicated: bool = False) -> None:
         """Add a module under its name in the whole model; ``is_replicated`` if other stages have it, too."""
         parent, _, name = path.rpartition(".")
+        if not parent and hasattr(self, name):
+            raise ValueError(f"module {path!r} has the name of an attribute of stages: give it another name")
         self._container(parent).add_module(name, unit)
         if is_replicated:
             tensors = (*unit.named_parameters(prefix=path), *unit.named_buffers(prefix=path))
@@ -168,10 +196,11 @@ class ModelStage(ModulePart):
 
     def _container(self, path: str) -> torch.nn.Module:
         module: torch.nn.Module = self
-        for name in path.split(".") if path else ():
+        names = path.split(".") if path else []
+        for depth, name in enumerate(names, 1):
             if name not in own_modules(module):
                 part = ModulePart()
-                part.training = module.training
+                part.training = ".".join(names[:depth]) not in self._evaluating
                 module.add_module(name, part)
             module = module.get_submodule(name)
         return module
@@ -197,18 +226,33 @@ class ModelStage(ModulePart):
         check_inputs(args, kwargs)
         return args, kwargs, []
 
+    def _check_modes(self) -> None:
+        """Raise ValueError if a part of the stage has another mode than the whole model's code would have."""
+        for path, part in self._parts():
+            if part.training is (path in self._evaluating):
+                mode = "training" if part.training else "evaluation"
+                raise ValueError(
+                    f"{path!r} in stage {self._index} was set to mode of {mode} by itself, which other stages don't"
+                    " know: set the mode of whole stages, or that of parts before split_model, or give the class a"
+                    " method train that keeps it"
+                )
+
     def _flow_of(self, args: Any, kwargs: Any) -> Flow:
         """The flow for the inputs' shapes, which all stages find alike."""
+        if self.device.type == "meta":
+            raise ValueError(
+                f"stage {self._index} is on the meta device: call materialise(), or load_hugging_face, before"
+            )
         leaves, spec = tree_flatten((args, kwargs))
         kinds = [
             (each.shape, each.dtype, each.requires_grad) if isinstance(each, torch.Tensor) else repr(each)
             for each in leaves
         ]
-        modes = self.training, torch.is_grad_enabled(), torch.is_autocast_enabled(self.device.type)
-        key = repr((spec, kinds, modes))
+        modes = self._evaluating, torch.is_grad_enabled(), torch.is_autocast_enabled(self.device.type)
+        key = repr((spec, kinds)), modes
         flows = self._flows
         if key not in flows:
-            flows[key] = self._division.flow(args, kwargs, is_training=self.training)
+            flows[key] = self._division.flow(args, kwargs, self._evaluating)
             if len(flows) > _MAX_FLOWS:
                 flows.popitem(last=False)
         flows.move_to_end(key)
@@ -272,7 +316,9 @@ class _StageRun:
         self._stage, self._flow, self._index = stage, flow, index
         self._inputs, self._spec = tree_flatten(inputs)
         self._versions = [_version_of_input(each) for each in self._inputs] if index < len(flow.sent) else []
-        self._received = dict(zip(flow.sent[index - 1], values, strict=False)) if index else {}
+        own = [value.clone() if value.is_inference() else value for value in values]  # the code may write to them
+        self._received = dict(zip(flow.sent[index - 1], own, strict=False)) if index else {}
+        self._received_versions = {key: version_of(value) for key, value in self._received.items()}
         if len(self._received) != len(values):
             raise RuntimeError(
                 f"stage {index} expects {len(self._received)} values of earlier stages, and got {len(values)}: the"
@@ -288,15 +334,22 @@ class _StageRun:
         if call_index >= len(self._flow.calls) or self._flow.calls[call_index].path != path:
             raise self._deviation(f"calls {path!r}")
         self._next += 1
-        owner, mappings = self._flow.owners[call_index], Mappings(path, args, kwargs)
-        if owner is not None and owner != self._index:
+        owner = self._flow.owners[call_index]
+        if owner is None or (owner == self._index and self._index == len(self._flow.sent)):
+            return self._stage.find_unit(path)(*args, **kwargs)
+        mappings = Mappings(path, args, kwargs)
+        if owner != self._index:
             return mappings.apply(self._stand_in(call_index, (args, kwargs)))
-        result = self._stage.unit(path)(*args, **kwargs)
-        if owner is None:
-            return result
-        if self._index < len(self._flow.sent):
-            self._keep(call_index, mappings.outcome(result))
-        if call_index == self._flow.last_calls[self._index] and self._index < len(self._flow.sent):
+        tensors = [each for each in leaves_in((args, kwargs)) if isinstance(each, torch.Tensor)]
+        versions = list(map(_version_of_input, tensors))
+        result = self._stage.find_unit(path)(*args, **kwargs)
+        if self._stage.has_state(path) and list(map(_version_of_input, tensors)) != versions:
+            raise ValueError(
+                f"module {path!r} writes to its arguments in place, which other stages would not see, and which it did"
+                " not do in a run with zeros as values: let it return what it computes"
+            )
+        self._keep(call_index, mappings.outcome(result))
+        if call_index == self._flow.last_calls[self._index]:
             raise _StageDone
         return result
 
@@ -306,6 +359,11 @@ class _StageRun:
         leaves, spec = tree_flatten((outcome.returned, outcome.written))
         if len(leaves) != len(call.leaves) or spec != call.spec or outcome.aliases != call.aliases:
             raise self._other_result(call.path, "another structure and not the one")
+        if not call.kept <= outcome.kept:
+            raise ValueError(
+                f"module {call.path!r} writes to a tensor in a mapping among its arguments, which other stages would"
+                " not see, and which it did not do in a run with zeros as values: let it return what it computes"
+            )
         for leaf, (value, expected) in enumerate(zip(leaves, call.leaves, strict=True)):
             if isinstance(value, torch.Tensor) and isinstance(expected, LeafShape):
                 if tuple(value.shape) != expected.shape:
@@ -314,7 +372,7 @@ class _StageRun:
                     )
                 if (call_index, leaf) in self._wanted:
                     self._computed[call_index, leaf] = value, version_of(value)
-            elif isinstance(value, torch.Tensor) or type(value) is not type(expected) or value != expected:
+            elif not _is_same(value, expected):
                 raise self._other_result(call.path, f"{value!r} and not {expected!r}")
 
     def _other_result(self, path: str, what: str) -> ValueError:
@@ -332,10 +390,9 @@ class _StageRun:
         """The values for the next stage."""
         values = []
         for key in self._flow.sent[self._index]:
-            if key in self._received:
-                values.append(self._received[key])
-                continue
-            value, version = self._computed[key]
+            value, version = (
+                (self._received[key], self._received_versions[key]) if key in self._received else self._computed[key]
+            )
             if version_of(value) != version:
                 raise ValueError(
                     f"the result of module {self._flow.calls[key[0]].path!r} is written in place after its call, and a"
@@ -409,6 +466,16 @@ def _dense(module: torch.nn.Module, kept: Mapping[str, torch.Tensor]) -> Iterato
 def _version_of_input(leaf: Any) -> int:
     """The number of writes to an input; 0 for what can't be written, such as tensors made under inference_mode."""
     return version_of(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
+
+
+def _is_same(value: Any, expected: Any) -> bool:
+    """True if a part of a result that is no tensor is as expected."""
+    if isinstance(value, torch.Tensor) or type(value) is not type(expected):
+        return False
+    try:
+        return bool(value == expected) or (value != value and expected != expected)  # noqa: PLR0124 - NaN
+    except (TypeError, ValueError, RuntimeError):  # such as an array of numpy
+        return False
 
 
 def _pack_input(leaf: Any) -> Any:

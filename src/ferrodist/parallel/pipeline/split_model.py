@@ -124,7 +124,7 @@ def split_model(
         args, kwargs = _sample_of(model, sample)
         check_inputs(args, kwargs)
         division = ModelDivision(model, units, select)
-        trace = division.trace_and_share(args, kwargs, is_training=model.training)
+        trace = division.trace_and_share(args, kwargs)
         parts = _find_parts(units, trace)
         if num_stages > len(parts):
             raise ValueError(
@@ -286,7 +286,7 @@ def _make_stages(
     uses = find_flow(trace, division.owners, len(counts)).own_uses
     stages = []
     for index in range(len(counts)):
-        stage = ModelStage(division, index, Skeleton(model, units), is_training=model.training)
+        stage = ModelStage(division, index, Skeleton(model, units))
         own_units = [path for path, owner in division.owners.items() if owner == index]
         more = "" if len(own_units) == 1 else f" to {own_units[-1]} ({len(own_units)})"
         stage.contents = own_units[0] + more

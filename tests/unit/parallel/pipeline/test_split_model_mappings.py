@@ -351,7 +351,7 @@ def write_to_random_numbers(model, x):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (use_tensors_beside_their_list, "'relu' writes in place to a tensor in a mapping or list"),
+        (use_tensors_beside_their_list, "'relu' writes in place to a tensor, and"),
         (write_to_random_numbers, "writes in place to random numbers that are in a mapping or list"),
     ],
 )

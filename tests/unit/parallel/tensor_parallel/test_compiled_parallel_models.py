@@ -127,7 +127,7 @@ def test_whole_models_are_one_graph(plan, steps):
         check(train(model, compiled, steps), train(own, own, steps))
         assert stats["unique_graphs"] - before == 1
 
-    run_ranks(program, 2, backend="native")
+    run_ranks(program, 2, backend="native", timeout=300)
 
 
 class Layers(nn.Module):
@@ -164,7 +164,7 @@ def test_messages_of_a_graph_are_in_order():
             assert len(sent) >= 2
             assert [node.args[1] for node in sent] == [None, *sent[:-1]]
 
-    run_ranks(program, 2, backend="native")
+    run_ranks(program, 2, backend="native", timeout=300)
 
 
 def test_layers_that_share_an_input_send_its_gradient_once():
@@ -183,7 +183,7 @@ def test_layers_that_share_an_input_send_its_gradient_once():
         # Forward: the tokens and two row parallel layers; backward: queries, keys and values together, MLP and head.
         assert counts == [3, 3]
 
-    run_ranks(program, 2, backend="native")
+    run_ranks(program, 2, backend="native", timeout=300)
 
 
 def gradients_of_layers(model, called):
@@ -213,7 +213,7 @@ def test_parts_that_are_compiled():
         model.first.compile(backend="aot_eager", fullgraph=True)
         check(gradients_of_layers(model, model), expected)
 
-    run_ranks(program, 2, backend="native")
+    run_ranks(program, 2, backend="native", timeout=300)
 
 
 class Dropped(nn.Module):
@@ -245,7 +245,7 @@ def test_dropout_is_that_of_the_eager_model():
         with pytest.raises(CollectiveMismatchError, match="generators of ranks 1"):
             compiled(inputs)
 
-    run_ranks(program, 2, backend="native")
+    run_ranks(program, 2, backend="native", timeout=300)
 
 
 def test_bad_input_of_a_graph():
@@ -276,7 +276,7 @@ def test_bad_input_of_a_graph():
         with pytest.raises(CollectiveMismatchError, match="plain tensors beside distributed ones"):
             torch.compile(scaled, backend="aot_eager")(torch.ones(2, 4, dtype=torch.float64))
 
-    run_ranks(program, 2, backend="native")
+    run_ranks(program, 2, backend="native", timeout=300)
 
 
 def test_single_layers_take_plain_tensors():
@@ -300,7 +300,7 @@ def test_single_layers_take_plain_tensors():
         assert type(layers(inputs)) is torch.Tensor
         check(gradients(torch.compile(layers, backend="aot_eager", fullgraph=True)), gradients(layers))
 
-    run_ranks(program, 2, backend="native")
+    run_ranks(program, 2, backend="native", timeout=300)
 
 
 class Experts(nn.Module):
@@ -341,7 +341,7 @@ def test_experts_and_operators_without_a_rule():
         model = fd.parallelize(Routed().double(), mesh, plan)
         check(gradients_of_layers(model, torch.compile(model, backend="eager")), gradients_of_layers(own, own))
 
-    run_ranks(program, 2, backend="native")
+    run_ranks(program, 2, backend="native", timeout=300)
 
 
 class Frozen(nn.Module):
@@ -368,7 +368,7 @@ def test_layers_without_a_gradient():
         assert model.other.weight.grad is None
         torch.testing.assert_close(whole(model.up.weight.grad), own.up.weight.grad)
 
-    run_ranks(program, 2, backend="native")
+    run_ranks(program, 2, backend="native", timeout=300)
 
 
 class Solver(nn.Module):
@@ -391,7 +391,7 @@ def test_each_compiled_model_warns_of_operators_without_a_rule():
             with pytest.warns(UserWarning, match="lstsq"):
                 torch.compile(model, backend="eager")(torch.ones(4, WIDTH))
 
-    run_ranks(program, 2, backend="native")
+    run_ranks(program, 2, backend="native", timeout=300)
 
 
 def test_other_lengths():
@@ -405,7 +405,7 @@ def test_other_lengths():
             ids = torch.arange(length)[None]
             check([compiled(ids, ids)["last"]], [model(ids, ids)["last"]])
 
-    run_ranks(program, 2, backend="native")
+    run_ranks(program, 2, backend="native", timeout=300)
 
 
 def test_units_of_fsdp_that_are_divided():

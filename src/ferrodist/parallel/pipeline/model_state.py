@@ -1,0 +1,218 @@
+"""State that a model's code keeps in attributes of modules: which of it a run changes, and which modules share it.
+
+Stages run copies of the model's code, and each unit in one stage only. So an object that a unit and another module have
+as an attribute, such as a list of losses, is another one in each copy: what one writes to it, the others don't see.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import UserDict, deque
+from types import FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.torch_private.autograd import version_of
+from ferrodist.torch_private.modules import hooks_of, own_buffers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Set as AbstractSet
+
+    from ferrodist.parallel.pipeline.model_units import ModelUnits
+
+_OF_MODULES = frozenset(vars(torch.nn.Module()))  # attributes that all modules have
+_CODE = "the model's code"
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_LEVELS = 3  # of objects in each other that are looked at
+
+
+class Snapshot:
+    """The contents of an object, and of objects in it, to find out whether they have changed.
+
+    Args:
+        value: Any object. Modules, functions and classes are not entered.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._contents = list(_contents_of(value, _LEVELS, set()))
+        self._versions = [_version(each) for each in self._contents]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Snapshot) or self._versions != other._versions:
+            return False
+        return len(self._contents) == len(other._contents) and all(map(_is_same, self._contents, other._contents))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def attributes_of(module: torch.nn.Module) -> dict[str, tuple[Any, Snapshot]]:
+    """The attributes of a module and of the modules in it, by name, each with its contents.
+
+    Of their buffers it has those of integers, which may be constants; see `find_constants`.
+    """
+    known: dict[int, Snapshot] = {}  # of objects that many modules have, such as configurations
+    return {
+        f"{path}.{name}".lstrip("."): (value, _snapshot_once(value, known))
+        for path, part in module.named_modules()
+        for name, value in (*vars(part).items(), *own_buffers(part).items())
+        if name not in _OF_MODULES and not (name in own_buffers(part) and not _is_of_integers(value))
+    }
+
+
+def changed_attributes(before: Mapping[str, tuple[Any, Snapshot]], module: torch.nn.Module) -> set[str]:
+    """The names of attributes that have been set, or whose objects have changed, since `attributes_of`."""
+    after = attributes_of(module)
+    return {
+        name
+        for name in {**before, **after}
+        if name not in before
+        or name not in after
+        or not _is_same(before[name][0], after[name][0])
+        or before[name][1] != after[name][1]
+    }
+
+
+def own_attributes(module: torch.nn.Module, known: dict[int, Snapshot]) -> dict[str, tuple[Any, Snapshot]]:
+    """The attributes of a module itself, but for those that all modules have, each with its contents.
+
+    ``known`` collects the contents of objects that several modules have.
+    """
+    return {
+        name: (value, _snapshot_once(value, known)) for name, value in vars(module).items() if name not in _OF_MODULES
+    }
+
+
+def names_in_evaluation(model: torch.nn.Module) -> frozenset[str]:
+    """The names of a model's modules in mode of evaluation."""
+    return frozenset(path for path, part in model.named_modules(remove_duplicate=False) if not part.training)
+
+
+def set_evaluation(model: torch.nn.Module, evaluating: AbstractSet[str]) -> None:
+    """Set mode of evaluation for a model's modules of these names, and mode of training for all others."""
+    for path, part in model.named_modules(remove_duplicate=False):
+        part.training = path not in evaluating
+
+
+class SharedObjects:
+    """The objects that units have as attributes and that other modules of a model have, too.
+
+    Args:
+        model: The model.
+        units: Its units.
+
+    Raises:
+        ValueError: A hook of a unit has such an object, or a container.
+    """
+
+    def __init__(self, model: torch.nn.Module, units: ModelUnits) -> None:
+        self._users: dict[int, dict[int, str]] = {}
+        self._kept: list[Any] = []  # so that no other object gets their ids
+        inner = {id(part) for unit in units.units.values() for part in unit.modules()}
+        self.containers = {path: part for path, part in model.named_modules() if id(part) not in inner}
+        """The modules outside of units, by name."""
+        for part in self.containers.values():
+            self._add(_attributes(part), 0, _CODE)
+        for path, unit in units.units.items():
+            for part in unit.modules():
+                self._add(_attributes(part), id(unit), f"module {path!r}")
+        for path, unit in units.units.items():
+            self._check_hooks(path, unit)
+
+    def other_user(self, value: Any, unit: torch.nn.Module | None) -> str | None:
+        """What else has an object, or one in it: ``unit`` is the one that has it, None the model's code."""
+        own = 0 if unit is None else id(unit)
+        for each in _mutable_in(value):
+            for user, name in self._users.get(id(each), {}).items():
+                if user != own:
+                    return name
+        return None
+
+    def _add(self, values: Iterable[Any], user: int, name: str) -> None:
+        for value in values:
+            for each in _mutable_in(value):
+                self._users.setdefault(id(each), {}).setdefault(user, name)
+                self._kept.append(each)
+
+    def _check_hooks(self, path: str, unit: torch.nn.Module) -> None:
+        containers = {id(part) for part in self.containers.values()}
+        for part in unit.modules():
+            for hook in hooks_of(part):
+                for each in captured_by(hook):
+                    is_collection = isinstance(each, (list, dict, set, deque, UserDict))
+                    other = self.other_user(each, unit) if is_collection else None
+                    other = _CODE if id(each) in containers else other
+                    if other is not None:
+                        raise ValueError(
+                            f"a hook of module {path!r} has an object of {other}, and stages have copies of that:"
+                            " remove the hook, and register one on the stage that has the module"
+                        )
+
+
+def _attributes(module: torch.nn.Module) -> list[Any]:
+    return [value for name, value in vars(module).items() if name not in _OF_MODULES]
+
+
+def _mutable_in(value: Any) -> Iterator[Any]:
+    """The objects that may change, in an object and with it, but for tensors."""
+    for each in _contents_of(value, _LEVELS, set()):
+        if not isinstance(each, (*_PLAIN, torch.Tensor, tuple, frozenset)) and _children(each) is not None:
+            yield each
+
+
+def captured_by(function: Any) -> Iterator[Any]:
+    """The objects that a function keeps: of its closure, and of a partial or bound method."""
+    inner = getattr(function, "func", None), getattr(function, "__func__", None)
+    yield from getattr(function, "args", ())
+    yield from getattr(function, "keywords", {}).values()
+    if isinstance(function, MethodType):
+        yield function.__self__
+    for cell in getattr(function, "__closure__", None) or ():
+        yield from gc.get_referents(cell)  # none if it is empty
+    for each in inner:
+        if each is not None:
+            yield from captured_by(each)
+
+
+def _contents_of(value: Any, levels: int, seen: set[int]) -> Iterator[Any]:
+    """An object and those in it, up to some levels, each once."""
+    yield value
+    if id(value) in seen or levels == 0:
+        return
+    children = _children(value)
+    if children is None:
+        return
+    seen.add(id(value))
+    for each in children:
+        yield from _contents_of(each, levels - 1, seen)
+
+
+def _children(value: Any) -> list[Any] | None:
+    """The objects in one; None for one that isn't entered."""
+    if isinstance(value, (*_PLAIN, torch.Tensor, torch.nn.Module, type, ModuleType, FunctionType, MethodType)):
+        return None
+    if isinstance(value, (dict, UserDict)):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return list(value)
+    attributes = getattr(value, "__dict__", None)
+    return None if attributes is None or callable(value) else [*attributes.keys(), *attributes.values()]
+
+
+def _version(value: Any) -> int:
+    return version_of(value) if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+
+
+def _snapshot_once(value: Any, known: dict[int, Snapshot]) -> Snapshot:
+    if id(value) not in known:
+        known[id(value)] = Snapshot(value)
+    return known[id(value)]
+
+
+def _is_of_integers(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not (value.dtype.is_floating_point or value.dtype.is_complex)
