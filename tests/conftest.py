@@ -16,6 +16,8 @@ if not any(entry.name == "ferrodist" for entry in entry_points(group="pytest11")
     # The tree is tested where it lies; an installed ferrodist has registered its plugin by itself.
     pytest_plugins.append("ferrodist.testing.pytest_plugin")
 
+_MANY_OBJECTS = 60_000  # a collection looks at them in some milliseconds
+
 
 def pytest_collection() -> None:
     """Collect no garbage while modules are loaded and tests created: there is little, and many objects to look at."""
@@ -27,3 +29,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_logfinish() -> None:
+    """The same for what a test leaves, as the modules of torch's compiler."""
+    if len(gc.get_objects()) > _MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()

@@ -202,6 +202,9 @@ class RankGroup:
                 self._connections.append(Connection(listener.accept()[0].detach()))
             except TimeoutError:  # noqa: PERF203 - once in a tenth of a second
                 if any(process.poll() is not None for process in self._processes):
+                    for connection in self._connections:
+                        while connection.poll():
+                            self._receive(connection, end)  # which raises the reason, if the rank has sent one
                     self._fail("a rank has ended before it joined")
                 if time.monotonic() > end:
                     self._fail("the ranks have not started in time")

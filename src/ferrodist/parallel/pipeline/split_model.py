@@ -65,13 +65,14 @@ def split_model(
     What is asked of a model:
 
     - Modules exchange values as arguments and results, nested as torch's pytrees, or write them to dicts that they get,
-      not by attributes and caches. Tensors that are arguments are not written in place.
+      not by attributes and caches, nor by objects that several modules have. Tensors that are arguments are not
+      written in place.
     - The code outside of blocks doesn't read parameters of modules in them. One that it reads of another module that it
       calls, or could call, such as a table of an embedding, is in all stages that do, as a shared parameter.
     - Which modules are called, and in which order, depends on the shapes of inputs alone (no ``layerdrop``).
     - Parameters and buffers of the containers themselves, such as a table of positions, are in all stages that use
-      them; as other shared parameters their gradients are added up. Buffers are constants.
-
+      them; as other shared parameters their gradients are added up. Buffers are constants, and attributes keep no
+      results from call to call.
     - The code between the modules does the same for all values of inputs. Where a value decides, a stage may need what
       it didn't get: results of a branch that the run didn't take are NaN then, not plausible numbers. A comparison with
       NaN is False, so keep such decisions in modules.

@@ -423,7 +423,7 @@ def test_mixed_precision_of_buffers_and_inputs(run):
         assert fsdp.module[1].num_batches_tracked.dtype is torch.int64
         assert {shard.dtype for shard in fsdp.parameters()} == {torch.float32}
         assert {shard.grad.dtype for shard in fsdp.parameters()} == {torch.float32}
-        assert MixedPrecision().cast(INPUTS) is INPUTS
+        assert MixedPrecision().cast((INPUTS,), {}) == ((INPUTS,), {})
 
     run(program, 2)
 
