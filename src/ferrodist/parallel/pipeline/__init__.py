@@ -20,6 +20,7 @@ The modules::
     schedule/visualize.py   pictures, as text and as a plot       model_units.py          its blocks and other parts
     model_tracer.py         traced: what these pass to each other model_skeleton.py       its code without parameters
     model_flow.py           what each stage gets of earlier ones  model_mappings.py       dicts and lists passed on
+    model_memory.py         tensors that share memory in a stage  model_state.py          what modules keep and share
     model_division.py       common data of its stages, a trace    model_stage.py          its code, run by each stage
 """
 

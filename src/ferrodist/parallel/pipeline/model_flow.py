@@ -6,13 +6,14 @@ units' stages follows what goes from stage to stage.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from ferrodist.parallel.pipeline.model_mappings import Slot
 
@@ -29,6 +30,9 @@ NOT_RETURNED = (
     "{what} gets a tensor that module {name!r} made, but didn't return; only results go from stage to stage: switch off"
     " what collects it (output_attentions, output_router_logits, use_cache)"
 )
+
+
+_SHAPE = "ferrodist.shape"  # the key of an input that travels as its shape
 
 
 class LeafShape(NamedTuple):
@@ -214,3 +218,27 @@ def _make_flow(calls: Sequence[Call], needs: _Needs, last_calls: Sequence[int]) 
 def is_integer(dtype: torch.dtype) -> bool:
     """True for integers and booleans, which have no NaN."""
     return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def pack_input(leaf: Any) -> Any:
+    """An input whose values no later stage needs, as its shape and dtype; other leaves as they are."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return {
+        _SHAPE: list(leaf.shape),
+        "dtype": str(leaf.dtype).removeprefix("torch."),
+        "device": leaf.device.type,
+        "requires_grad": leaf.requires_grad,
+    }
+
+
+def unpack_input(value: Any) -> Any:
+    """An input with stand-ins for those that `pack_input` packed."""
+    if isinstance(value, Mapping):
+        if _SHAPE in value:
+            shape = LeafShape(tuple(value[_SHAPE]), getattr(torch, value["dtype"]), value["requires_grad"])
+            return shape.make(torch.nan, value["device"])
+        return {name: unpack_input(each) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(unpack_input, value))
+    return value

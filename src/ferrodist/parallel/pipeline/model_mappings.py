@@ -106,22 +106,13 @@ class Mappings:
     def _packed(self, value: Any) -> Any:
         """A nested value in copies of its mappings and lists: plain ones of arguments that are no pytrees of torch."""
         own = {id(each) for each in self._containers}
-        made: dict[int, Any] = {}
 
-        def change(leaf: Any) -> Any:
-            if not is_container(leaf) or (id(leaf) not in own and _is_leaf_of_torch(leaf)):
-                return leaf
-            if id(leaf) not in made:
-                is_plain = _is_leaf_of_torch(leaf)
-                copied = made[id(leaf)] = _plain(leaf) if is_plain else copy.copy(leaf)
-                for key, one in _items_of(leaf):
-                    copied[key] = walk(one)
-            return made[id(leaf)]
+        def copy_of(container: Any) -> Any:
+            if not _is_leaf_of_torch(container):
+                return copy.copy(container)
+            return _plain(container) if id(container) in own else None
 
-        def walk(nested: Any) -> Any:
-            return tree_map(change, nested, is_leaf=is_container)
-
-        return walk(value)
+        return _copied(value, lambda leaf: leaf, copy_of)
 
     def apply(self, outcome: Outcome) -> Any:
         """Write to the arguments what a call of a copy of the module has written and returned; returns the result.
@@ -240,21 +231,7 @@ def check_inputs(args: Sequence[Any], kwargs: Content) -> None:
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """A nested value with the result of a function for each tensor, and a copy of each mapping and list."""
-    made: dict[int, Any] = {}
-
-    def change(leaf: Any) -> Any:
-        if not is_container(leaf):
-            return function(leaf) if isinstance(leaf, torch.Tensor) else leaf
-        if id(leaf) not in made:
-            copied = made[id(leaf)] = copy.copy(leaf)
-            for key, one in _items_of(leaf):
-                copied[key] = walk(one)
-        return made[id(leaf)]
-
-    def walk(nested: Any) -> Any:
-        return tree_map(change, nested, is_leaf=is_container)
-
-    return walk(value)
+    return _copied(value, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, copy.copy)
 
 
 def leaves_in(value: Any) -> list[Any]:
@@ -275,6 +252,30 @@ def is_container(value: Any) -> bool:
 
 def _items_of(container: Any) -> Iterable[tuple[Any, Any]]:
     return container.items() if isinstance(container, _KINDS) else enumerate(container)
+
+
+def _copied(value: Any, leaf_of: Callable[[Any], Any], copy_of: Callable[[Any], Any]) -> Any:
+    """A nested value with another value for each leaf, and one copy of each mapping and list.
+
+    ``copy_of`` gives the copy, which has the same keys, or None for one that stays as it is.
+    """
+    made: dict[int, Any] = {}
+
+    def change(leaf: Any) -> Any:
+        if not is_container(leaf):
+            return leaf_of(leaf)
+        if id(leaf) not in made:
+            copied = copy_of(leaf)
+            made[id(leaf)] = leaf if copied is None else copied
+            if copied is not None:
+                for key, one in _items_of(leaf):
+                    copied[key] = walk(one)
+        return made[id(leaf)]
+
+    def walk(nested: Any) -> Any:
+        return tree_map(change, nested, is_leaf=is_container)
+
+    return walk(value)
 
 
 def _visit(visit: Callable[[Any], bool], value: Any) -> None:
@@ -309,4 +310,4 @@ def _plain(container: Any) -> Any:
 
 
 def _is_leaf_of_torch(value: Any) -> bool:
-    return any(leaf is value for leaf in tree_leaves(value))
+    return any(leaf is value for leaf in tree_leaves(value, is_leaf=lambda each: each is not value))

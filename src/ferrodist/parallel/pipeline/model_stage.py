@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.parallel.module_init import find_initialiser, has_meta_tensors
-from ferrodist.parallel.pipeline.model_flow import Flow, LeafShape, is_integer
+from ferrodist.parallel.pipeline.model_flow import Flow, LeafShape, is_integer, pack_input, unpack_input
 from ferrodist.parallel.pipeline.model_mappings import Mappings, Outcome, check_inputs, leaves_in
 from ferrodist.parallel.pipeline.model_state import set_evaluation
 from ferrodist.parallel.pipeline.state_dict import ModulePart
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ferrodist.parallel.pipeline.model_division import ModelDivision, WholeModel
     from ferrodist.parallel.pipeline.model_skeleton import Skeleton
 
-_SHAPE = "ferrodist.shape"  # the key of an input that travels as its shape
 _MESSAGE_KEYS = {"args", "kwargs", "values"}  # of what a stage returns to the next one
 _MAX_FLOWS = 256  # shapes of inputs whose flow is kept
 
@@ -132,7 +131,12 @@ class ModelStage(ModulePart):
 
     def _parts(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The parts of containers of the whole model in this stage, by name."""
-        return ((path, part) for path, part in self.named_modules() if isinstance(part, ModulePart))
+        found: list[tuple[str, torch.nn.Module]] = [("", self)]
+        for path, part in found:
+            yield path, part
+            for name, child in own_modules(part).items():
+                if isinstance(child, ModulePart):
+                    found.append((f"{path}.{name}".lstrip("."), child))
 
     def forward(self, *inputs: Any) -> Any:
         """Run this stage; see the class."""
@@ -220,8 +224,8 @@ class ModelStage(ModulePart):
                     f"stage {self._index} of a divided model takes what stage {self._index - 1} returned, not {kinds}"
                 )
             message = inputs[0]
-            kwargs = {name: _unpack_input(each) for name, each in message["kwargs"].items()}
-            return tuple(map(_unpack_input, message["args"])), kwargs, message["values"]
+            kwargs = {name: unpack_input(each) for name, each in message["kwargs"].items()}
+            return tuple(map(unpack_input, message["args"])), kwargs, message["values"]
         args, kwargs = ((), dict(inputs[0])) if len(inputs) == 1 and isinstance(inputs[0], Mapping) else (inputs, {})
         check_inputs(args, kwargs)
         return args, kwargs, []
@@ -406,7 +410,7 @@ class _StageRun:
                     f"input {index} of {self._stage.model_name} is written in place by its code, and later stages, that"
                     " get it, would write it again: write to a copy"
                 )
-        packed = [leaf if index in needed else _pack_input(leaf) for index, leaf in enumerate(self._inputs)]
+        packed = [leaf if index in needed else pack_input(leaf) for index, leaf in enumerate(self._inputs)]
         args, kwargs = tree_unflatten(packed, self._spec)
         return {"args": args, "kwargs": kwargs, "values": values}
 
@@ -476,27 +480,3 @@ def _is_same(value: Any, expected: Any) -> bool:
         return bool(value == expected) or (value != value and expected != expected)  # noqa: PLR0124 - NaN
     except (TypeError, ValueError, RuntimeError):  # such as an array of numpy
         return False
-
-
-def _pack_input(leaf: Any) -> Any:
-    """An input whose values no later stage needs, as its shape and dtype; other leaves as they are."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return {
-        _SHAPE: list(leaf.shape),
-        "dtype": str(leaf.dtype).removeprefix("torch."),
-        "device": leaf.device.type,
-        "requires_grad": leaf.requires_grad,
-    }
-
-
-def _unpack_input(value: Any) -> Any:
-    """An input with stand-ins for those that `_pack_input` packed."""
-    if isinstance(value, Mapping):
-        if _SHAPE in value:
-            shape = LeafShape(tuple(value[_SHAPE]), getattr(torch, value["dtype"]), value["requires_grad"])
-            return shape.make(torch.nan, value["device"])
-        return {name: _unpack_input(each) for name, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_unpack_input, value))
-    return value
