@@ -104,7 +104,7 @@ class Mappings:
         return tuple(aliases)
 
     def _packed(self, value: Any) -> Any:
-        """A nested value in copies of its mappings and lists: plain ones of arguments that are no pytrees of torch."""
+        """A nested value in copies of its mappings and lists: plain ones of arguments that torch's pytrees don't know."""
         own = {id(each) for each in self._containers}
 
         def copy_of(container: Any) -> Any:
@@ -207,7 +207,7 @@ class Mappings:
 def check_inputs(args: Sequence[Any], kwargs: Content) -> None:
     """Raise ValueError for inputs of a model that later stages would get as other objects.
 
-    These are mappings and lists that are there twice, and nested values that are no dicts, lists and tuples.
+    These are mappings and lists that are there twice, and nested values of other types than dict, list and tuple.
     """
     seen: set[int] = set()
     for leaf in tree_leaves((args, kwargs), is_leaf=lambda each: type(each) not in {dict, list, tuple}):

@@ -24,7 +24,7 @@ class _CallHandler(threading.local):
     """The handler of calls of a skeleton's units, in this thread: (path, args, kwargs) to the result.
 
     Args:
-        skeleton: Its ``own_unit`` is called where there is no handler, when a checkpoint computes again.
+        skeleton: The skeleton; its ``own_unit`` is called where there is no handler, when a checkpoint computes again.
     """
 
     def __init__(self, skeleton: Skeleton) -> None:
