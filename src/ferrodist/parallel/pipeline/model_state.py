@@ -121,7 +121,7 @@ class SharedObjects:
             self._check_hooks(path, unit)
 
     def other_user(self, value: Any, unit: torch.nn.Module | None) -> str | None:
-        """The name of another user of an object, or of one in it; None if only ``unit`` or, for None, the code has it."""
+        """The name of another user of an object, or of one in it; ``unit`` is the one that has it, None the code."""
         own = 0 if unit is None else id(unit)
         for each in _mutable_in(value):
             for user, name in self._users.get(id(each), {}).items():
