@@ -104,7 +104,7 @@ class Mappings:
         return tuple(aliases)
 
     def _packed(self, value: Any) -> Any:
-        """A nested value in copies of its mappings and lists: plain ones of arguments that torch's pytrees don't know."""
+        """A nested value in copies of its mappings and lists: plain ones of arguments that torch doesn't know."""
         own = {id(each) for each in self._containers}
 
         def copy_of(container: Any) -> Any:
