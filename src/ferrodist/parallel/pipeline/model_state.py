@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import UserDict, deque
+from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))  # attributes that all modules 
 _CODE = "the model's code"
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LEVELS = 3  # of objects in each other that are looked at
+_MANY = 1000  # items of a collection that are
 
 
 class Snapshot:
@@ -193,9 +195,9 @@ def _children(value: Any) -> list[Any] | None:
     if isinstance(value, (*_PLAIN, torch.Tensor, torch.nn.Module, type, ModuleType, FunctionType, MethodType)):
         return None
     if isinstance(value, (dict, UserDict)):
-        return [*value.keys(), *value.values()]
+        return [len(value), *islice(value.keys(), _MANY), *islice(value.values(), _MANY)]
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return list(value)
+        return [len(value), *islice(value, _MANY)]
     attributes = getattr(value, "__dict__", None)
     return None if attributes is None or callable(value) else [*attributes.keys(), *attributes.values()]
 
