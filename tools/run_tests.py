@@ -6,7 +6,7 @@
     python tools/run_tests.py --part tensor    # one part
     python tools/run_tests.py --part programs  # ``make test-programs``
 
-A test waits for threads and processes to wake for much of its time, so four parts at once fill two cores. Each part is
+A test waits for threads and processes to wake for much of its time, so five parts at once fill two cores. Each part is
 a pytest run of its own, with its output in build/tests/PART.log. The parts start in the order of the table, those that
 take longest first. A file that no part names belongs to "others", so that nothing is left out.
 """
@@ -53,7 +53,7 @@ PARTS = {
 RUN_ALONE = "programs"
 """The part that runs only by its name: examples, the demo, the benchmark and MPI, as their users run them."""
 
-_NUM_AT_ONCE = 4
+_NUM_AT_ONCE = 5
 _POLL_INTERVAL_SECONDS = 0.5
 _REPORT_INTERVAL_SECONDS = 60.0
 _EXIT_TIMEOUT_SECONDS = 30.0
