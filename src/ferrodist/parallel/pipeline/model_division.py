@@ -9,22 +9,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.parallel.pipeline.measure import measure_units, preserve_random_states
-from ferrodist.parallel.pipeline.model_flow import Flow, Trace, find_flow, is_integer
+from ferrodist.parallel.pipeline.model_flow import DivisionError, Flow, Trace, find_flow, is_integer
+from ferrodist.parallel.pipeline.model_mappings import leaves_in
 from ferrodist.parallel.pipeline.model_skeleton import Skeleton
 from ferrodist.parallel.pipeline.model_state import (
     SharedObjects,
     Snapshot,
+    attributes,
     names_in_evaluation,
-    own_attributes,
     set_evaluation,
 )
 from ferrodist.parallel.pipeline.model_tracer import Tracer, copied
 from ferrodist.parallel.pipeline.model_units import ModelUnits, copy_to_host, copy_without_memory
-from ferrodist.torch_private.modules import own_modules, own_parameters
+from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
 from ferrodist.torch_private.pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
 
@@ -50,7 +51,7 @@ class ModelDivision:
         self.skeleton = Skeleton(model, units)
         shadow = copy_without_memory(model, units, lambda tensor: torch.empty_like(tensor, device="meta"))
         self._shadow = shadow
-        self._shared_objects = SharedObjects(model, units)
+        self.shared_objects = SharedObjects(model, units)
         self._shadows = {path: shadow.get_submodule(path) for path in units.units}
         for path, unit in self._shadows.items():  # so that hooks on parts of a unit see its run
             own_modules(self.skeleton.model.get_submodule(path)).clear()
@@ -95,7 +96,7 @@ class ModelDivision:
         ):
             for model in (self.skeleton.model, self._shadow):
                 set_evaluation(model, evaluating)
-            before = self._container_attributes()
+            before = self._describe_shared()
             tracer = Tracer(
                 self.units.stateful, self._shadows, self.own, self._add_changed, lambda: self._check_call(before)
             )
@@ -122,7 +123,7 @@ class ModelDivision:
                     args, kwargs = tree_unflatten(leaves, spec)
                     result = self.output(self.skeleton.run(tracer.call, args, kwargs))
                     tracer.check_result(result)
-                    self._check_attributes(before, tracer)
+                    self._check_attributes(tracer)
             except Exception as error:
                 raise ValueError(
                     f"the code of {self.name} can't be divided, or fails on its inputs: {error}"
@@ -130,33 +131,22 @@ class ModelDivision:
             tracer.trace.result = tracer.sources_of(result)
             return tracer.trace
 
-    def _container_attributes(self) -> dict[tuple[str, str], tuple[Any, Snapshot]]:
-        """The attributes of containers, and the attributes' contents."""
-        known: dict[int, Snapshot] = {}
-        return {
-            (path, name): found
-            for path in self._shared_objects.containers
-            for name, found in own_attributes(self.skeleton.model.get_submodule(path), known).items()
-        }
+    def _describe_shared(self) -> list[tuple[Any, Snapshot]]:
+        """The objects that the code around units shares with them, and their contents."""
+        values = [vars(self.skeleton.model.get_submodule(path)).get(name) for path, name in self.shared_objects.of_code]
+        return [(value, Snapshot(value)) for value in values]
 
-    def _changed_since(self, before: Mapping[tuple[str, str], tuple[Any, Snapshot]]) -> Iterator[tuple[str, str, Any]]:
-        """The containers' attributes that were set or changed since `_container_attributes`: path, name and value."""
-        for (path, name), (value, state) in self._container_attributes().items():
-            old = before.get((path, name))
-            if old is None or old[0] is not value or old[1] != state:
-                yield path, name, value
-
-    def _check_call(self, before: Mapping[tuple[str, str], tuple[Any, Snapshot]]) -> None:
-        """Raise if the code has changed objects of units before it calls one: stages have copies of the objects."""
-        for path, name, _ in self._changed_since(before):
-            other = self._shared_objects.other_user(vars(self._shared_objects.containers[path]).get(name), None)
-            if other is not None:
+    def _check_call(self, before: Sequence[tuple[Any, Snapshot]]) -> None:
+        """Raise if the code has changed objects of units, before it calls one with state: stages have copies."""
+        for (path, name), old, new in zip(self.shared_objects.of_code, before, self._describe_shared(), strict=True):
+            if old[0] is not new[0] or old[1] != new[1]:
+                other = self.shared_objects.other_user(vars(self.shared_objects.containers[path]).get(name), None)
                 raise ValueError(
                     f"the model's code changes {f'{path}.{name}'.lstrip('.')!r}, an object that {other} has, too, and"
                     " of which stages have copies: pass the value as an argument"
                 )
 
-    def _check_attributes(self, before: Mapping[tuple[str, str], tuple[Any, Snapshot]], tracer: Tracer) -> None:
+    def _check_attributes(self, tracer: Tracer) -> None:
         """Raise for container tensors that the code has replaced; keep what the next call can't use."""
         for name, tensor in self.own.items():
             path, _, key = name.rpartition(".")
@@ -167,7 +157,8 @@ class ModelDivision:
                 )
         self._kept = {
             id(memory): (memory, f"{path}.{name}".lstrip("."))
-            for path, name, value in self._changed_since(before)
+            for path in self.shared_objects.containers
+            for name, value in attributes(self.skeleton.model.get_submodule(path)).items()
             for memory in tracer.results_in(value)
         }
 
@@ -194,21 +185,33 @@ class ModelDivision:
         return self.trace(args, kwargs, self.evaluating) if self.shared or self._kept else trace
 
     def _add_changed(self, path: str, names: set[str]) -> None:
+        """Note which attributes of a unit its forward has changed; raise for objects that other modules have."""
+        unit, read = self.units.units[path], set[str]()
         for name in names:
             part, _, key = name.rpartition(".")
             try:
-                original = vars(self.units.units[path].get_submodule(part)).get(key)
+                module = unit.get_submodule(part)
             except AttributeError:  # made by the forward
                 continue
-            other = self._shared_objects.other_user(original, self.units.units[path])
+            buffer = own_buffers(module).get(key)
+            other = self.shared_objects.other_user([vars(module).get(key), buffer], unit)
+            if other is None and self._keeps_gradients(path, part, key):
+                other = self.shared_objects.other_user(module, unit)
             if other is not None:
-                raise ValueError(
+                raise DivisionError(
                     f"module {path!r} changes its attribute {name!r}, an object that {other} has, too, and of which"
                     " stages have copies: let it return what it computes"
                 )
-        if not names <= self.changed.get(path, set()):
-            self.changed.setdefault(path, set()).update(names)
-            self.skeleton.refuse_reads({path: {name for name in names if "." not in name}})  # the rest is the shadow's
+            if buffer is None or is_integer(buffer.dtype):  # others are weights, which no code reads
+                read.add(name)
+        if not read <= self.changed.get(path, set()):
+            self.changed.setdefault(path, set()).update(read)
+            self.skeleton.refuse_reads({path: {name for name in read if "." not in name}})  # the rest is the shadow's
+
+    def _keeps_gradients(self, path: str, part: str, key: str) -> bool:
+        """True if an attribute has results with gradients, and is not, for example, a cache of rotations."""
+        value = vars(self._shadows[path].get_submodule(part)).get(key)
+        return any(isinstance(each, torch.Tensor) and each.requires_grad for each in leaves_in(value))
 
     def measure(self, args: Any, kwargs: Any, *, clock: Callable[[], float]) -> dict[str, float]:
         """Measure the seconds of the forwards and backwards of each unit."""

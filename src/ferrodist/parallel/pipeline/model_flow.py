@@ -35,6 +35,10 @@ NOT_RETURNED = (
 _SHAPE = "ferrodist.shape"  # the key of an input that travels as its shape
 
 
+class DivisionError(ValueError):
+    """State that stages would have apart, which a second run with other values might not find any more."""
+
+
 class LeafShape(NamedTuple):
     """A tensor in the result of a unit."""
 
@@ -80,6 +84,8 @@ class Trace:
     """Where the model's result comes from."""
     reads: set[Source] = field(default_factory=set)
     """Where values come from that the code reads as numbers, or that decide about shapes: every stage does that."""
+    written: set[tuple[int, int]] = field(default_factory=set)
+    """The results of units that the code writes in place: (index of the call, leaf)."""
     integers: set[int] = field(default_factory=set)
     """The leaves of the model's inputs that have integers or booleans."""
 
@@ -97,6 +103,8 @@ class Flow:
     """For each stage but the last the results that the next one gets: (index of the call, leaf)."""
     inputs_sent: tuple[frozenset[int], ...]
     """For each stage but the last the leaves of the model's inputs whose values later stages need."""
+    written: frozenset[tuple[int, int]]
+    """The results that the code of each stage writes in place, so that their values before that are sent."""
     own_uses: Mapping[str, tuple[int, ...]]
     """For each container tensor that is used the stages that do."""
 
@@ -130,7 +138,7 @@ def find_flow(trace: Trace, owners: Mapping[str, int], num_stages: int) -> Flow:
             if kind in {"input", "own", "weight", "inside"} or (kind == "call" and content[0] < last)
         }
         needs.add(read, stage, f"a value that the model's code reads in stage {stage}")
-    return _make_flow(trace.calls, needs, last_calls)
+    return _make_flow(trace, needs, last_calls)
 
 
 class _Needs:
@@ -199,18 +207,19 @@ class _Needs:
             self.results[stage].add(key)
 
 
-def _make_flow(calls: Sequence[Call], needs: _Needs, last_calls: Sequence[int]) -> Flow:
+def _make_flow(trace: Trace, needs: _Needs, last_calls: Sequence[int]) -> Flow:
     sent, inputs_sent = [], []
     for stage in range(len(last_calls) - 1):
         later = set().union(*needs.results[stage + 1 :])
         sent.append(tuple(sorted(key for key in later if (needs.stages[key[0]] or 0) <= stage)))
         inputs_sent.append(frozenset[int]().union(*needs.inputs[stage + 1 :]))
     return Flow(
-        calls=tuple(calls),
+        calls=tuple(trace.calls),
         owners=tuple(needs.stages),
         last_calls=tuple(last_calls),
         sent=tuple(sent),
         inputs_sent=tuple(inputs_sent),
+        written=frozenset(trace.written),
         own_uses={name: tuple(sorted(users)) for name, users in needs.own.items()},
     )
 

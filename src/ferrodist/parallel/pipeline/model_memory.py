@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
+_OVERWRITES = frozenset(f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random"))
+
+
 @dataclass(slots=True)
 class _Group:
     """Memory that is one in the stage of a unit."""
@@ -73,6 +76,40 @@ class UnitMemory:
             found = self._stale.get(id(memory_of(tensor)))
             if found is not None:
                 raise ValueError(found[1])
+
+
+class ContainerTensors:
+    """Parameters and buffers of the modules around the blocks, which must be the same before each call.
+
+    Code may overwrite a whole buffer in each call, before it uses it.
+
+    Args:
+        tensors: The tensors by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._names = {id(memory_of(tensor)): name for name, tensor in tensors.items()}
+        self._used: set[str] = set()
+        self._overwritten: set[str] = set()
+
+    def read(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that code between units, or a unit, uses tensors."""
+        self._used.update(name for each in tensors if (name := self._names.get(id(memory_of(each)))) is not None)
+
+    def write(self, operator: str, tensor: torch.Tensor) -> None:
+        """Note that an operator writes to a tensor; ValueError if that changes what the next call finds."""
+        name = self._names.get(id(memory_of(tensor)))
+        if name is None or name in self._overwritten:
+            return
+        if operator in _OVERWRITES and tensor.shape == self.tensors[name].shape and name not in self._used:
+            self._overwritten.add(name)
+            return
+        raise ValueError(
+            f"the model's code changes its buffer {name!r} in place, by {operator}, and what a stage doesn't come to"
+            " would be missing from the next call: buffers of modules around the blocks must be constants; count and"
+            " average outside of the model"
+        )
 
 
 def memory_of(tensor: torch.Tensor) -> Any:

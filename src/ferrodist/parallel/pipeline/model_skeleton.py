@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.parallel.pipeline.model_flow import is_integer
 from ferrodist.parallel.pipeline.model_units import ModelUnits, copy_to_host, copy_without_memory, find_constants
 from ferrodist.torch_private.modules import clear_hooks, own_buffers, own_modules, own_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
 
@@ -182,3 +184,33 @@ def _make_proxy(original: torch.nn.Module, path: str, handler: _CallHandler) -> 
     clear_hooks(proxy)
     vars(proxy)["_ferrodist_forward"] = forward
     return proxy
+
+
+def allocate(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor like one on the meta device, of NaN, or of zeros for integers."""
+    real = torch.full_like(tensor, 0 if is_integer(tensor.dtype) else torch.nan, device=device, requires_grad=False)
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return torch.nn.Parameter(real, requires_grad=tensor.requires_grad) if is_parameter else real
+
+
+def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's own parameters and buffers."""
+    return {**own_parameters(module), **own_buffers(module)}
+
+
+@contextlib.contextmanager
+def dense(module: torch.nn.Module, kept: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Give a module memory in place of its stand-ins, so that it can be initialised; some tensors are kept."""
+    tables: list[dict[str, Any]] = [own_parameters(module), own_buffers(module)]
+    replaced = [(table, dict(table)) for table in tables]
+    for table in tables:
+        for name, tensor in table.items():
+            if tensor is not None and name not in kept:
+                made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                table[name] = torch.nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+    try:
+        yield
+    finally:
+        for table, before in replaced:
+            table.update({name: tensor for name, tensor in before.items() if name not in kept})

@@ -14,7 +14,7 @@ they are sent to all stages.
 
 from __future__ import annotations
 
-import contextlib
+import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,8 @@ import torch
 from ferrodist.parallel.module_init import find_initialiser, has_meta_tensors
 from ferrodist.parallel.pipeline.model_flow import Flow, LeafShape, is_integer, pack_input, unpack_input
 from ferrodist.parallel.pipeline.model_mappings import Mappings, Outcome, check_inputs, leaves_in
-from ferrodist.parallel.pipeline.model_state import set_evaluation
+from ferrodist.parallel.pipeline.model_skeleton import allocate, dense, own_tensors
+from ferrodist.parallel.pipeline.model_state import describe, set_evaluation
 from ferrodist.parallel.pipeline.state_dict import ModulePart
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.pipeline.model_division import ModelDivision, WholeModel
     from ferrodist.parallel.pipeline.model_skeleton import Skeleton
 
-_MESSAGE_KEYS = {"args", "kwargs", "values"}  # of what a stage returns to the next one
+_MESSAGE_KEYS = {"args", "kwargs", "values", "modes"}  # of what a stage returns to the next one
 _MAX_FLOWS = 256  # shapes of inputs whose flow is kept
 
 
@@ -95,7 +96,7 @@ class ModelStage(ModulePart):
                     if tensor is None or not tensor.is_meta:
                         continue
                     if id(tensor) not in made:
-                        made[id(tensor)] = tensor, _allocate(tensor, device)
+                        made[id(tensor)] = tensor, allocate(tensor, device)
                         is_new = True
                     table[key] = made[id(tensor)][1]
             if is_new and original is module:
@@ -110,11 +111,11 @@ class ModelStage(ModulePart):
         self, path: str, part: torch.nn.Module, original: torch.nn.Module, initialise: Initialiser
     ) -> None:
         """Initialise a container's tensors, of which ``part`` has some, in the copy of the container itself."""
-        tensors = {name: each for name, each in _own_tensors(part).items() if each is not None}
+        tensors = {name: each for name, each in own_tensors(part).items() if each is not None}
         self._skeleton.install({f"{path}.{name}".lstrip("."): each for name, each in tensors.items()})
-        with _dense(original, tensors):
+        with dense(original, tensors):
             initialise(original)
-        found = _own_tensors(original)
+        found = own_tensors(original)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 if found[name] is not tensor:  # set, not written
@@ -128,6 +129,11 @@ class ModelStage(ModulePart):
         for path, part in self._parts():
             part.training = path not in self._evaluating
         return self
+
+    @property
+    def modes(self) -> int:
+        """A hash of the modes of training of the whole model's modules."""
+        return zlib.crc32("\n".join(sorted(self._evaluating)).encode())
 
     def _parts(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The parts of containers of the whole model in this stage, by name."""
@@ -166,6 +172,20 @@ class ModelStage(ModulePart):
         for name in path.split("."):
             module = own_modules(module)[name]
         return module  # type: ignore[no-any-return]
+
+    def call_unit(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a unit; ValueError if its hooks change objects of other modules, of which stages have copies."""
+        unit, captured = self.find_unit(path), self._division.shared_objects.of_hooks.get(path)
+        if not captured:
+            return unit(*args, **kwargs)
+        before = describe(captured)
+        result = unit(*args, **kwargs)
+        if describe(captured) != before:
+            raise ValueError(
+                f"a hook of module {path!r} changes an object that other modules have, too, and of which stages have"
+                " copies: remove the hook, and register one on the stage that has the module"
+            )
+        return result
 
     def calls_unit(self, path: str) -> bool:
         """True for a unit that this stage calls."""
@@ -224,6 +244,11 @@ class ModelStage(ModulePart):
                     f"stage {self._index} of a divided model takes what stage {self._index - 1} returned, not {kinds}"
                 )
             message = inputs[0]
+            if message["modes"] != self.modes:
+                raise ValueError(
+                    f"stage {self._index} and the stage before it are in different modes of training: call train() or"
+                    " eval() of all stages"
+                )
             kwargs = {name: unpack_input(each) for name, each in message["kwargs"].items()}
             return tuple(map(unpack_input, message["args"])), kwargs, message["values"]
         args, kwargs = ((), dict(inputs[0])) if len(inputs) == 1 and isinstance(inputs[0], Mapping) else (inputs, {})
@@ -320,9 +345,12 @@ class _StageRun:
         self._stage, self._flow, self._index = stage, flow, index
         self._inputs, self._spec = tree_flatten(inputs)
         self._versions = [_version_of_input(each) for each in self._inputs] if index < len(flow.sent) else []
-        own = [value.clone() if value.is_inference() else value for value in values]  # the code may write to them
-        self._received = dict(zip(flow.sent[index - 1], own, strict=False)) if index else {}
-        self._received_versions = {key: version_of(value) for key, value in self._received.items()}
+        self._received = dict(zip(flow.sent[index - 1], values, strict=False)) if index else {}
+        self._to_send = dict(self._received)
+        for key, value in self._received.items():
+            if key in flow.written or value.is_inference():  # which can't be written elsewhere
+                self._received[key] = value.clone()
+        self._received_versions = {key: _version_of_input(value) for key, value in self._to_send.items()}
         if len(self._received) != len(values):
             raise RuntimeError(
                 f"stage {index} expects {len(self._received)} values of earlier stages, and got {len(values)}: the"
@@ -340,13 +368,13 @@ class _StageRun:
         self._next += 1
         owner = self._flow.owners[call_index]
         if owner is None or (owner == self._index and self._index == len(self._flow.sent)):
-            return self._stage.find_unit(path)(*args, **kwargs)
+            return self._stage.call_unit(path, args, kwargs)
         mappings = Mappings(path, args, kwargs)
         if owner != self._index:
             return mappings.apply(self._stand_in(call_index, (args, kwargs)))
         tensors = [each for each in leaves_in((args, kwargs)) if isinstance(each, torch.Tensor)]
         versions = list(map(_version_of_input, tensors))
-        result = self._stage.find_unit(path)(*args, **kwargs)
+        result = self._stage.call_unit(path, args, kwargs)
         if self._stage.has_state(path) and list(map(_version_of_input, tensors)) != versions:
             raise ValueError(
                 f"module {path!r} writes to its arguments in place, which other stages would not see, and which it did"
@@ -375,7 +403,8 @@ class _StageRun:
                         call.path, f"a tensor of shape {tuple(value.shape)} and not {expected.shape}"
                     )
                 if (call_index, leaf) in self._wanted:
-                    self._computed[call_index, leaf] = value, version_of(value)
+                    kept = value.clone() if (call_index, leaf) in self._flow.written else value
+                    self._computed[call_index, leaf] = kept, _version_of_input(kept)
             elif not _is_same(value, expected):
                 raise self._other_result(call.path, f"{value!r} and not {expected!r}")
 
@@ -395,9 +424,9 @@ class _StageRun:
         values = []
         for key in self._flow.sent[self._index]:
             value, version = (
-                (self._received[key], self._received_versions[key]) if key in self._received else self._computed[key]
+                (self._to_send[key], self._received_versions[key]) if key in self._received else self._computed[key]
             )
-            if version_of(value) != version:
+            if _version_of_input(value) != version:
                 raise ValueError(
                     f"the result of module {self._flow.calls[key[0]].path!r} is written in place after its call, and a"
                     " later stage gets it: write to a copy"
@@ -412,7 +441,7 @@ class _StageRun:
                 )
         packed = [leaf if index in needed else pack_input(leaf) for index, leaf in enumerate(self._inputs)]
         args, kwargs = tree_unflatten(packed, self._spec)
-        return {"args": args, "kwargs": kwargs, "values": values}
+        return {"args": args, "kwargs": kwargs, "values": values, "modes": self._stage.modes}
 
     def _stand_in(self, call_index: int, arguments: Any) -> Outcome:
         """The outcome of another stage's unit: received tensors, and stand-ins for those that are not read any more."""
@@ -436,35 +465,6 @@ class _StageRun:
             f"the model's code {what} where it came to {expected!r} with inputs of the same shapes before: what a stage"
             " calls must not depend on values or random numbers (switch layerdrop off)"
         )
-
-
-def _allocate(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A tensor like one on the meta device, of NaN, or of zeros for integers."""
-    real = torch.full_like(tensor, 0 if is_integer(tensor.dtype) else torch.nan, device=device, requires_grad=False)
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
-    return torch.nn.Parameter(real, requires_grad=tensor.requires_grad) if is_parameter else real
-
-
-def _own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    return {**own_parameters(module), **own_buffers(module)}
-
-
-@contextlib.contextmanager
-def _dense(module: torch.nn.Module, kept: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Give a module memory in place of its stand-ins, so that it can be initialised; some tensors are kept."""
-    tables: list[dict[str, Any]] = [own_parameters(module), own_buffers(module)]
-    replaced = [(table, dict(table)) for table in tables]
-    for table in tables:
-        for name, tensor in table.items():
-            if tensor is not None and name not in kept:
-                made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-                is_parameter = isinstance(tensor, torch.nn.Parameter)
-                table[name] = torch.nn.Parameter(made, tensor.requires_grad) if is_parameter else made
-    try:
-        yield
-    finally:
-        for table, before in replaced:
-            table.update({name: tensor for name, tensor in before.items() if name not in kept})
 
 
 def _version_of_input(leaf: Any) -> int:

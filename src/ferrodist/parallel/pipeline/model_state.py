@@ -6,6 +6,7 @@ as an attribute, such as a list of losses, is another one in each copy: what one
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections import UserDict, deque
 from itertools import islice
@@ -18,7 +19,7 @@ from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modules import hooks_of, own_buffers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from ferrodist.parallel.pipeline.model_units import ModelUnits
@@ -28,6 +29,7 @@ _CODE = "the model's code"
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LEVELS = 3  # of objects in each other that are looked at
 _MANY = 1000  # items of a collection that are
+_MOST = 10_000  # objects that are
 
 
 class Snapshot:
@@ -38,7 +40,7 @@ class Snapshot:
     """
 
     def __init__(self, value: Any) -> None:
-        self._contents = list(_contents_of(value, _LEVELS, set()))
+        self._contents = list(islice(_contents_of(value, _LEVELS, set()), _MOST))
         self._versions = [_version(each) for each in self._contents]
 
     def __eq__(self, other: object) -> bool:
@@ -50,16 +52,13 @@ class Snapshot:
 
 
 def attributes_of(module: torch.nn.Module) -> dict[str, tuple[Any, Snapshot]]:
-    """The attributes of a module and of the modules in it, by name, each with its contents.
-
-    Of their buffers it has those of integers, which may be constants; see `find_constants`.
-    """
+    """The attributes and buffers of a module and of the modules in it, by name, each with its contents."""
     known: dict[int, Snapshot] = {}  # of objects that many modules have, such as configurations
     return {
         f"{path}.{name}".lstrip("."): (value, _snapshot_once(value, known))
         for path, part in module.named_modules()
         for name, value in (*vars(part).items(), *own_buffers(part).items())
-        if name not in _OF_MODULES and not (name in own_buffers(part) and not _is_of_integers(value))
+        if name not in _OF_MODULES
     }
 
 
@@ -76,14 +75,9 @@ def changed_attributes(before: Mapping[str, tuple[Any, Snapshot]], module: torch
     }
 
 
-def own_attributes(module: torch.nn.Module, known: dict[int, Snapshot]) -> dict[str, tuple[Any, Snapshot]]:
-    """The attributes of a module itself, but for those that all modules have, each with its contents.
-
-    ``known`` collects the contents of objects that several modules have.
-    """
-    return {
-        name: (value, _snapshot_once(value, known)) for name, value in vars(module).items() if name not in _OF_MODULES
-    }
+def attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """The attributes of a module itself, but for those that all modules have."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
 
 
 def names_in_evaluation(model: torch.nn.Module) -> frozenset[str]:
@@ -103,9 +97,6 @@ class SharedObjects:
     Args:
         model: The model.
         units: The model's units.
-
-    Raises:
-        ValueError: A hook of a unit has such an object, or a container.
     """
 
     def __init__(self, model: torch.nn.Module, units: ModelUnits) -> None:
@@ -118,9 +109,16 @@ class SharedObjects:
             self._add(_attributes(part), 0, _CODE)
         for path, unit in units.units.items():
             for part in unit.modules():
-                self._add(_attributes(part), id(unit), f"module {path!r}")
-        for path, unit in units.units.items():
-            self._check_hooks(path, unit)
+                self._add([part, *_attributes(part)], id(unit), f"module {path!r}")
+        self.of_code = [
+            (path, name)
+            for path, part in self.containers.items()
+            for name, value in vars(part).items()
+            if name not in _OF_MODULES and self.other_user(value, None) is not None
+        ]
+        """The attributes of containers with objects that units have, too: names of container and attribute."""
+        self.of_hooks = {path: found for path, unit in units.units.items() if (found := self._captured(unit))}
+        """For each unit with hooks the objects of other modules that these have."""
 
     def other_user(self, value: Any, unit: torch.nn.Module | None) -> str | None:
         """The name of another user of an object, or of one in it; ``unit`` is the one that has it, None the code."""
@@ -137,44 +135,46 @@ class SharedObjects:
                 self._users.setdefault(id(each), {}).setdefault(user, name)
                 self._kept.append(each)
 
-    def _check_hooks(self, path: str, unit: torch.nn.Module) -> None:
+    def _captured(self, unit: torch.nn.Module) -> list[Any]:
+        hooks = [hook for part in unit.modules() for hook in hooks_of(part)]
         containers = {id(part) for part in self.containers.values()}
-        for part in unit.modules():
-            for hook in hooks_of(part):
-                for each in captured_by(hook):
-                    is_collection = isinstance(each, (list, dict, set, deque, UserDict))
-                    other = self.other_user(each, unit) if is_collection else None
-                    other = _CODE if id(each) in containers else other
-                    if other is not None:
-                        raise ValueError(
-                            f"a hook of module {path!r} has an object of {other}, and stages have copies of that:"
-                            " remove the hook, and register one on the stage that has the module"
-                        )
+        found = [each for hook in hooks for each in captured_by(hook)]
+        return [each for each in found if id(each) in containers or self.other_user(each, unit) is not None]
+
+
+def describe(objects: Sequence[Any]) -> list[Snapshot]:
+    """The contents of objects, and the attributes of those that are modules."""
+    return [Snapshot(_attributes(each) if isinstance(each, torch.nn.Module) else each) for each in objects]
 
 
 def _attributes(module: torch.nn.Module) -> list[Any]:
-    return [value for name, value in vars(module).items() if name not in _OF_MODULES]
+    return [*attributes(module).values(), *(each for each in own_buffers(module).values() if each is not None)]
 
 
 def _mutable_in(value: Any) -> Iterator[Any]:
-    """The objects that may change, in an object and with it, but for tensors."""
-    for each in _contents_of(value, _LEVELS, set()):
-        if not isinstance(each, (*_PLAIN, torch.Tensor, tuple, frozenset)) and _children(each) is not None:
+    """The objects that may change, in an object and with it: tensors, modules and collections, for example."""
+    for each in islice(_contents_of(value, _LEVELS, set()), _MOST):
+        is_entered = not isinstance(each, (*_PLAIN, tuple, frozenset)) and _children(each) is not None
+        if is_entered or isinstance(each, (torch.Tensor, torch.nn.Module)):
             yield each
 
 
-def captured_by(function: Any) -> Iterator[Any]:
-    """The objects that a function keeps: of its closure, and of a partial or bound method."""
-    inner = getattr(function, "func", None), getattr(function, "__func__", None)
-    yield from getattr(function, "args", ())
-    yield from getattr(function, "keywords", {}).values()
+def captured_by(function: Any, levels: int = _LEVELS) -> Iterator[Any]:
+    """The objects that a function keeps: in its closure and defaults; those of a partial, a method or an object."""
     if isinstance(function, MethodType):
-        yield function.__self__
-    for cell in getattr(function, "__closure__", None) or ():
-        yield from gc.get_referents(cell)  # none if it is empty
+        inner = [function.__self__, function.__func__]
+    elif isinstance(function, functools.partial):
+        inner = [function.func, *function.args, *function.keywords.values()]
+    elif isinstance(function, FunctionType):
+        cells = [each for cell in function.__closure__ or () for each in gc.get_referents(cell)]  # none if empty
+        inner = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    else:
+        inner = list(getattr(function, "__dict__", {}).values()) if callable(function) else []
     for each in inner:
-        if each is not None:
-            yield from captured_by(each)
+        yield each
+        is_function = isinstance(each, (FunctionType, MethodType, functools.partial))
+        if is_function and levels > 0:
+            yield from captured_by(each, levels - 1)
 
 
 def _contents_of(value: Any, levels: int, seen: set[int]) -> Iterator[Any]:
@@ -198,8 +198,15 @@ def _children(value: Any) -> list[Any] | None:
         return [len(value), *islice(value.keys(), _MANY), *islice(value.values(), _MANY)]
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return [len(value), *islice(value, _MANY)]
-    attributes = getattr(value, "__dict__", None)
-    return None if attributes is None or callable(value) else [*attributes.keys(), *attributes.values()]
+    if callable(value) and type(value).__module__.partition(".")[0] == "torch":  # an operator
+        return None
+    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if isinstance(name, str)]
+    attributes = {
+        **getattr(value, "__dict__", {}),
+        **{name: getattr(value, name) for name in slots if hasattr(value, name)},
+    }
+    is_object = hasattr(value, "__dict__") or bool(slots)
+    return [*attributes.keys(), *attributes.values()] if is_object else None
 
 
 def _version(value: Any) -> int:
@@ -214,7 +221,3 @@ def _snapshot_once(value: Any, known: dict[int, Snapshot]) -> Snapshot:
     if id(value) not in known:
         known[id(value)] = Snapshot(value)
     return known[id(value)]
-
-
-def _is_of_integers(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not (value.dtype.is_floating_point or value.dtype.is_complex)

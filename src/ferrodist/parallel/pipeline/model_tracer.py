@@ -26,11 +26,12 @@ from ferrodist.parallel.pipeline.model_flow import (
     NOTHING,
     WEIGHT_READ,
     Call,
+    DivisionError,
     LeafShape,
     Trace,
 )
 from ferrodist.parallel.pipeline.model_mappings import Mappings, Outcome, Slot, is_container, leaves_in, map_tensors
-from ferrodist.parallel.pipeline.model_memory import UnitMemory, memory_of, written_arguments
+from ferrodist.parallel.pipeline.model_memory import ContainerTensors, UnitMemory, memory_of, written_arguments
 from ferrodist.parallel.pipeline.model_state import Snapshot, attributes_of, captured_by, changed_attributes
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modes import DispatchMode
@@ -49,13 +50,6 @@ _OF_SHAPE_ALONE = frozenset(
         *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
     )
 )  # operators whose results don't depend on the values of their arguments
-_OVERWRITES = frozenset(
-    f"aten::{name}_"
-    for name in (
-        *("copy", "fill", "zero", "set", "resize", "masked_fill", "masked_scatter", "normal", "uniform", "random"),
-        *("index_copy", "index_fill", "index_put", "_index_put_impl", "scatter"),
-    )
-)  # operators that write in place without reading what they replace
 _READS = frozenset({"numpy", "tolist", "__array__", "__dlpack__"})
 
 
@@ -96,11 +90,12 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         self.reads = _Reads(self)
         self._stateful = stateful
         self._shadows = shadows
-        self._own = own
+        self._own = ContainerTensors(own)
         self._changed = changed
         self._before_call = before_call
         self._sources: dict[int, tuple[Any, frozenset[Source]]] = {}  # by storage, which is kept alive
         self._memory = UnitMemory()
+        self._results: dict[int, tuple[int, int]] = {}  # the call and leaf by memory, which `_sources` keeps alive
         self._random: dict[int, Any] = {}  # memory of random numbers in whose place mappings have others
         self._inside: str | None = None  # the unit that runs
         self._is_copying = False  # arguments for a unit, which is no use of them
@@ -198,6 +193,7 @@ class Tracer(DispatchMode):  # type: ignore[misc]
             if isinstance(leaf, LeafShape):
                 found.append(leaf.make(0, "cpu"))
                 self.mark(found[-1], ("call", (call_index, index)))
+                self._results[id(memory_of(found[-1]))] = call_index, index
             else:
                 found.append(leaf)
         self._join_memory(path, (args, kwargs), run, list(zip(leaves, found, strict=True)))
@@ -206,7 +202,9 @@ class Tracer(DispatchMode):  # type: ignore[misc]
 
     def _check_call(self, path: str, args: Any, kwargs: Any) -> None:
         """Raise for a call whose arguments can't go from stage to stage."""
-        self._memory.check_use(_tensors_in((args, kwargs)))
+        tensors = _tensors_in((args, kwargs))
+        self._memory.check_use(tensors)
+        self._own.read(tensors)
         hidden = next((each for each in leaves_in((args, kwargs)) if _holds_tensors(each)), None)
         if hidden is not None:
             raise ValueError(
@@ -245,7 +243,7 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         """Note which results, and their stand-ins, share memory with each other, with arguments or with buffers."""
         given = {id(memory_of(each)) for each in _tensors_in(arguments)}
         kept = {id(memory_of(each)) for each in (*run.unit.parameters(), *run.unit.buffers())}
-        kept.update(id(memory_of(each)) for each in self._own.values())
+        kept.update(id(memory_of(each)) for each in self._own.tensors.values())
         groups: dict[int, list[Any]] = {}
         for leaf, made in results:
             if isinstance(leaf, torch.Tensor):
@@ -276,25 +274,19 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         if any(tensor.is_meta for tensor in tensors):
             self._refuse_meta(args, kwargs)
         self._memory.check_use(tensors)
-        for tensor in _tensors_in(list(written_arguments(func, args, kwargs))):
-            self._check_write(func.name().partition(".")[0], tensor)
+        written = _tensors_in(list(written_arguments(func, args, kwargs)))
+        self._own.read(each for each in tensors if not any(each is one for one in written))
+        for tensor in written:
+            memory = id(memory_of(tensor))
+            if memory in self._random:
+                raise ValueError(
+                    "the model's code writes in place to random numbers that are in a mapping or list which a module"
+                    " has returned, which other stages would not see: write to a copy"
+                )
+            if memory in self._results:
+                self.trace.written.add(self._results[memory])
+            self._own.write(func.name().partition(".")[0], tensor)
             self._memory.write(tensor)
-
-    def _check_write(self, operator: str, tensor: torch.Tensor) -> None:
-        """Raise for a tensor that code between units can't write in place."""
-        if id(memory_of(tensor)) in self._random:
-            raise ValueError(
-                "the model's code writes in place to random numbers that are in a mapping or list which a module"
-                " has returned, which other stages would not see: write to a copy"
-            )
-        names = [content for kind, content in self.sources_of(tensor) if kind == "own"]
-        if operator not in _OVERWRITES and any(
-            id(memory_of(self._own[name])) == id(memory_of(tensor)) for name in names
-        ):
-            raise ValueError(
-                f"the model's code changes its buffer {names[0]!r} in place, by {operator}, and what a stage doesn't"
-                " come to would be missing from the next call: buffers of modules around the blocks must be constants"
-            )
 
     def _refuse_meta(self, args: Any, kwargs: Any) -> None:
         """Raise for a tensor of a unit that the code between units uses, and that the unit didn't return."""
@@ -307,6 +299,8 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         """Run a unit on the meta device, or with zeros as parameters where its code needs values."""
         try:
             return self._run_inside(path, self._shadows[path], lambda value: copied(value, "meta"), (args, kwargs))
+        except DivisionError:
+            raise
         except Exception as error:  # noqa: BLE001 - no kernel on meta, or code that decides by values
             shadow = self._with_zeros(path)
             try:
@@ -340,14 +334,14 @@ class Tracer(DispatchMode):  # type: ignore[misc]
             objects = _objects_in(arguments)
             try:
                 result = shadow(*arguments[0], **arguments[1])
-            finally:
+            finally:  # also where it fails: a second run might not change them again
                 self._changed(path, changed_attributes(before, shadow))
+                _refuse_changed(path, objects, arguments)
         if list(map(version_of, tensors)) != versions:
-            raise ValueError(
+            raise DivisionError(
                 f"module {path!r} writes to its arguments in place, which other stages would not see: let it return"
                 " what it computes"
             )
-        _refuse_changed(path, objects, arguments)
         origins = {id(memory_of(one)): memory_of(other) for one, other in zip(tensors, _tensors_in(given), strict=True)}
         return _Run(shadow, mappings.outcome(result), origins, tensors)
 
@@ -394,7 +388,7 @@ def _refuse_changed(path: str, before: Sequence[tuple[Any, Snapshot]], arguments
     if len(before) != len(after) or any(
         one is not other or state != new for (one, state), (other, new) in zip(before, after, strict=True)
     ):
-        raise ValueError(
+        raise DivisionError(
             f"module {path!r} changes an object among its arguments, which other stages would not see: let it return"
             " what it computes"
         )

@@ -139,14 +139,10 @@ def write_to_a_result(model, x):
     return model.blocks[2](model.blocks[1](x * scale) * scale)
 
 
-def test_a_result_that_the_code_writes_and_a_later_stage_gets():
-    """Also one that a stage between has received: each stage's code would write to it again."""
-    model = Model(write_to_a_result)
-    check(model, [1, 2])
-    for division in ([2, 1], [1, 1, 1]):
-        stages = split_model(copy.deepcopy(model), len(division), None, division, sample=X)
-        with pytest.raises(ValueError, match=r"result of module 'blocks.0' is written in place after its call"):
-            run_stages(stages, X)
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_a_result_that_the_code_writes_and_a_later_stage_gets(division):
+    """Also one that a stage between has received: each stage's code writes to its own copy."""
+    check(Model(write_to_a_result), division)
 
 
 def write_to_what_a_unit_returns(model, x):
@@ -261,11 +257,80 @@ def with_blocks(code, kind, value, name=None):
     return model
 
 
-def with_hooks():
-    model = Model(plain)
-    for block in model.blocks:
-        block.register_forward_hook(functools.partial(lambda owner, *_: setattr(owner, "called", True), model))
-    return model
+class Flags(Losses):
+    """A layer that sets what was set before, from the second call on."""
+
+    def forward(self, hidden):
+        self.losses.add("seen")
+        return self.layer(hidden)
+
+
+class Total(nn.Module):
+    """A module without parameters that blocks write to."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss = 0
+        self.register_buffer("mean", torch.zeros(()))
+
+
+class Adds(Losses):
+    """A layer that adds to an attribute of a module."""
+
+    def forward(self, hidden):
+        self.losses.loss = self.losses.loss + hidden.mean()
+        return self.layer(hidden)
+
+
+class Averages(Losses):
+    """A layer that averages in a buffer of a module."""
+
+    def forward(self, hidden):
+        self.losses.mean.mul_(0.9).add_(hidden.detach().mean())
+        return self.layer(hidden)
+
+
+class Sums(Losses):
+    """A layer that adds to a tensor."""
+
+    def forward(self, hidden):
+        self.losses.add_(hidden.detach().mean())
+        return self.layer(hidden)
+
+
+class Recorder:
+    """A function that keeps what it gets."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, *args):
+        self.seen.append(args[-1])
+
+
+class Records(Losses):
+    """A layer that calls a recorder."""
+
+    def forward(self, hidden):
+        self.losses(hidden)
+        return self.layer(hidden)
+
+
+class Slots:
+    """An object without a dictionary."""
+
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
+
+
+class Counts(Losses):
+    """A layer that counts."""
+
+    def forward(self, hidden):
+        self.losses.count += 1
+        return self.layer(hidden)
 
 
 @pytest.mark.parametrize(
@@ -283,11 +348,47 @@ def with_hooks():
             lambda: with_blocks(set_factor, Scaled, Factor(), "factor"),
             "the model's code changes 'factor', an object that module 'blocks.0' has, too",
         ),
-        (with_hooks, "a hook of module 'blocks.0' has an object of the model's code"),
+        (lambda: with_blocks(plain, Flags, set()), "'blocks.0' changes its attribute 'losses'"),
+        (lambda: with_blocks(plain, Adds, Total(), "total"), "changes its attribute 'losses.loss'"),
+        (lambda: with_blocks(plain, Averages, Total(), "total"), "'blocks.0' changes its attribute 'losses.mean'"),
+        (lambda: with_blocks(plain, Sums, torch.zeros(())), "'blocks.0' changes its attribute 'losses'"),
+        (lambda: with_blocks(plain, Records, Recorder()), "'blocks.0' changes its attribute 'losses'"),
+        (lambda: with_blocks(plain, Counts, Slots(), "slots"), "'blocks.0' changes its attribute 'losses'"),
     ],
 )
 def test_objects_that_modules_share_and_change(make, message):
     refused(make(), message)
+
+
+def keep_in_a_default(seen):
+    return lambda module, args, output, seen=seen: seen.append(output)
+
+
+@pytest.mark.parametrize(
+    "hook_of",
+    [
+        lambda model: functools.partial(lambda owner, *_: setattr(owner, "called", _), model),
+        lambda model: model.store,
+        lambda model: model.store.__call__,
+        lambda model: keep_in_a_default(model.store.seen),
+        lambda model: functools.wraps(print)(lambda *args: model.store(args)),
+    ],
+)
+def test_hooks_that_change_objects_of_the_model(hook_of):
+    model = Model(lambda model, x: plain(model, x) + sum(model.store.seen), store=Recorder())
+    for block in model.blocks:
+        block.register_forward_hook(hook_of(model))
+    stages = split_model(model, 2, None, [1, 2], sample=X)
+    with pytest.raises(ValueError, match=r"a hook of module 'blocks.0' changes an object that other modules have"):
+        stages[0](X)
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_hooks_that_read_objects_of_the_model(division):
+    model = Model(plain, options={"factor": 2})
+    for block in model.blocks:
+        block.register_forward_hook(lambda _module, _args, output: output * model.options["factor"])
+    check(model, division)
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
@@ -332,6 +433,13 @@ def test_a_part_whose_mode_is_set_in_one_stage():
         stages[0](X)
     stages[0].eval()
     stages[0](X)
+
+
+def test_stages_in_different_modes():
+    stages = split_model(Model(plain), 2, None, [1, 2], sample=X)
+    stages[1].eval()
+    with pytest.raises(ValueError, match="stage 1 and the stage before it are in different modes of training"):
+        run_stages(stages, X)
 
 
 class NamedInputs(NamedTuple):
@@ -379,6 +487,23 @@ def fill(model, x):
     return plain(model, x + model.mean)
 
 
+def fill_and_change(model, x):
+    model.mean.copy_(x.detach()[0])
+    model.mean.mul_(2)
+    return plain(model, x + model.mean)
+
+
+def use_and_fill(model, x):
+    x = plain(model, x + model.mean)
+    model.mean.copy_(x.detach()[0])
+    return x
+
+
+def fill_a_part(model, x):
+    model.mean[:2] = x.detach()[0, :2]
+    return plain(model, x + model.mean)
+
+
 def with_buffer(code):
     model = Model(code)
     model.register_buffer("mean", torch.ones(6, dtype=torch.float64))
@@ -388,6 +513,8 @@ def with_buffer(code):
 def test_state_from_call_to_call_is_refused():
     refused(Model(remember), "has results of modules in 'earlier' from the call before")
     refused(with_buffer(average), "changes its buffer 'mean' in place, by aten::mul_")
+    refused(with_buffer(use_and_fill), "changes its buffer 'mean' in place, by aten::copy_")
+    refused(with_buffer(fill_a_part), "changes its buffer 'mean' in place, by aten::copy_")
     refused(with_buffer(count), "sets its parameter or buffer 'mean'")
 
 
@@ -395,6 +522,7 @@ def test_state_from_call_to_call_is_refused():
 def test_state_of_one_call(division):
     check(Model(collect), division)
     check(with_buffer(fill), division)
+    check(with_buffer(fill_and_change), division)
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
