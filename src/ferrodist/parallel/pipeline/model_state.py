@@ -13,6 +13,7 @@ from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ferrodist.torch_private.autograd import version_of
@@ -144,7 +145,8 @@ class SharedObjects:
 
 def describe(objects: Sequence[Any]) -> list[Snapshot]:
     """The contents of objects, and the attributes of those that are modules."""
-    return [Snapshot(_attributes(each) if isinstance(each, torch.nn.Module) else each) for each in objects]
+    values = (_attributes(each) if isinstance(each, torch.nn.Module) else [each] for each in objects)
+    return [Snapshot(value) for several in values for value in several]
 
 
 def _attributes(module: torch.nn.Module) -> list[Any]:
@@ -155,7 +157,7 @@ def _mutable_in(value: Any) -> Iterator[Any]:
     """The objects that may change, in an object and with it: tensors, modules and collections, for example."""
     for each in islice(_contents_of(value, _LEVELS, set()), _MOST):
         is_entered = not isinstance(each, (*_PLAIN, tuple, frozenset)) and _children(each) is not None
-        if is_entered or isinstance(each, (torch.Tensor, torch.nn.Module)):
+        if is_entered or isinstance(each, (torch.Tensor, torch.nn.Module, np.ndarray)):
             yield each
 
 
@@ -210,6 +212,9 @@ def _children(value: Any) -> list[Any] | None:
 
 
 def _version(value: Any) -> int:
+    """The number of writes to a tensor, or a hash of an array's contents."""
+    if isinstance(value, np.ndarray):
+        return hash(value.tobytes())
     return version_of(value) if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 

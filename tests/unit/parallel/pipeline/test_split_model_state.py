@@ -388,6 +388,9 @@ def test_hooks_that_read_objects_of_the_model(division):
     model = Model(plain, options={"factor": 2})
     for block in model.blocks:
         block.register_forward_hook(lambda _module, _args, output: output * model.options["factor"])
+        block.register_forward_hook(
+            functools.partial(lambda options, *args: args[-1] * options["factor"], model.options)
+        )
     check(model, division)
 
 
