@@ -31,6 +31,8 @@ _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 _LEVELS = 3  # of objects in each other that are looked at
 _MANY = 1000  # items of a collection that are
 _MOST = 10_000  # objects that are
+_MOST_BYTES = 1 << 20  # of an array that is
+_NOT_ENTERED = {"torch", "ferrodist", "logging"}  # whose objects change when they are used, such as a logger
 
 
 class Snapshot:
@@ -200,9 +202,9 @@ def _children(value: Any) -> list[Any] | None:
         return [len(value), *islice(value.keys(), _MANY), *islice(value.values(), _MANY)]
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return [len(value), *islice(value, _MANY)]
-    if callable(value) and type(value).__module__.partition(".")[0] == "torch":  # an operator
+    if type(value).__module__.partition(".")[0] in _NOT_ENTERED:
         return None
-    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if isinstance(name, str)]
+    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
     attributes = {
         **getattr(value, "__dict__", {}),
         **{name: getattr(value, name) for name in slots if hasattr(value, name)},
@@ -211,10 +213,15 @@ def _children(value: Any) -> list[Any] | None:
     return [*attributes.keys(), *attributes.values()] if is_object else None
 
 
+def _slots_of(kind: type) -> Iterable[str]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else slots
+
+
 def _version(value: Any) -> int:
-    """The number of writes to a tensor, or a hash of an array's contents."""
+    """The number of writes to a tensor, or a hash of a small array's contents."""
     if isinstance(value, np.ndarray):
-        return hash(value.tobytes())
+        return hash(value.tobytes()) if value.nbytes <= _MOST_BYTES else 0
     return version_of(value) if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 

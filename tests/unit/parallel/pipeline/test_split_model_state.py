@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import logging
 from collections import OrderedDict, UserDict, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -392,6 +393,22 @@ def test_hooks_that_read_objects_of_the_model(division):
             functools.partial(lambda options, *args: args[-1] * options["factor"], model.options)
         )
     check(model, division)
+
+
+class Logs(Losses):
+    """A layer that logs."""
+
+    def forward(self, hidden):
+        self.losses.warning("%s", hidden.shape)
+        return self.layer(hidden)
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_loggers_that_modules_share(division):
+    logger = logging.getLogger("a logger of tests")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    check(with_blocks(plain, Logs, logger, "logger"), division)
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
