@@ -11,6 +11,7 @@ import torch
 from ferrodist.parallel.pipeline.measure import measure_units, preserve_random_states
 from ferrodist.parallel.pipeline.model_flow import DivisionError, Flow, Trace, find_flow, is_integer
 from ferrodist.parallel.pipeline.model_mappings import leaves_in
+from ferrodist.parallel.pipeline.model_memory import ContainerTensors
 from ferrodist.parallel.pipeline.model_skeleton import Skeleton
 from ferrodist.parallel.pipeline.model_state import (
     SharedObjects,
@@ -65,6 +66,7 @@ class ModelDivision:
             name: copy_to_host(tensor).requires_grad_(tensor.requires_grad) for name, tensor in units.own.items()
         }
         """Container tensors, and stand-ins for those of `shared`."""
+        self._tied = {name for name, tensor in units.own.items() if self.shared_objects.other_user(tensor, None)}
         self.shared: dict[str, torch.nn.Parameter] = {}
         """Parameters of units that the code around them reads, which are in all stages that do."""
         self.whole_model = _describe_whole(self.skeleton.model, units)
@@ -98,7 +100,11 @@ class ModelDivision:
                 set_evaluation(model, evaluating)
             before = self._describe_shared()
             tracer = Tracer(
-                self.units.stateful, self._shadows, self.own, self._add_changed, lambda: self._check_call(before)
+                self.units.stateful,
+                self._shadows,
+                ContainerTensors(self.own, self._tied),
+                self._add_changed,
+                lambda: self._check_call(before),
             )
             leaves, spec = tree_flatten((args, kwargs))
             leaves = [_copy_input(each) for each in leaves]
@@ -137,13 +143,14 @@ class ModelDivision:
         return [(value, Snapshot(value)) for value in values]
 
     def _check_call(self, before: Sequence[tuple[Any, Snapshot]]) -> None:
-        """Raise if the code has changed objects of units, before it calls one with state: stages have copies."""
+        """Raise if the code has changed objects of units or their hooks, before it calls one: stages have copies."""
         for (path, name), old, new in zip(self.shared_objects.of_code, before, self._describe_shared(), strict=True):
             if old[0] is not new[0] or old[1] != new[1]:
                 other = self.shared_objects.other_user(vars(self.shared_objects.containers[path]).get(name), None)
+                full_name = f"{path}.{name}".lstrip(".")
                 raise ValueError(
-                    f"the model's code changes {f'{path}.{name}'.lstrip('.')!r}, an object that {other} has, too, and"
-                    " of which stages have copies: pass the value as an argument"
+                    f"the model's code changes {full_name!r}, which {other or 'a hook'} has, too, and of which stages"
+                    " have copies: pass the value as an argument"
                 )
 
     def _check_attributes(self, tracer: Tracer) -> None:
@@ -184,34 +191,33 @@ class ModelDivision:
                 self.own[name] = zeros.requires_grad_(parameter.requires_grad)
         return self.trace(args, kwargs, self.evaluating) if self.shared or self._kept else trace
 
-    def _add_changed(self, path: str, names: set[str]) -> None:
+    def _add_changed(self, path: str, shadow: torch.nn.Module, changed: Mapping[str, bool]) -> None:
         """Note which attributes of a unit its forward has changed; raise for objects that other modules have."""
-        unit, read = self.units.units[path], set[str]()
-        for name in names:
+        unit, unreadable = self.units.units[path], set[str]()
+        for name, is_object_changed in changed.items():
             part, _, key = name.rpartition(".")
             try:
                 module = unit.get_submodule(part)
             except AttributeError:  # made by the forward
                 continue
             buffer = own_buffers(module).get(key)
-            other = self.shared_objects.other_user([vars(module).get(key), buffer], unit)
-            if other is None and self._keeps_gradients(path, part, key):
-                other = self.shared_objects.other_user(module, unit)
+            other = self.shared_objects.other_user([vars(module).get(key), buffer], unit) if is_object_changed else None
+            value = vars(shadow.get_submodule(part)).get(key)
+            if other is None and any(
+                isinstance(each, torch.Tensor) and each.requires_grad for each in leaves_in(value)
+            ):
+                other = self.shared_objects.other_user(module, unit)  # others are caches, such as of rotations
             if other is not None:
                 raise DivisionError(
                     f"module {path!r} changes its attribute {name!r}, an object that {other} has, too, and of which"
                     " stages have copies: let it return what it computes"
                 )
             if buffer is None or is_integer(buffer.dtype):  # others are weights, which no code reads
-                read.add(name)
-        if not read <= self.changed.get(path, set()):
-            self.changed.setdefault(path, set()).update(read)
-            self.skeleton.refuse_reads({path: {name for name in read if "." not in name}})  # the rest is the shadow's
-
-    def _keeps_gradients(self, path: str, part: str, key: str) -> bool:
-        """True if an attribute has results with gradients, and is not, for example, a cache of rotations."""
-        value = vars(self._shadows[path].get_submodule(part)).get(key)
-        return any(isinstance(each, torch.Tensor) and each.requires_grad for each in leaves_in(value))
+                unreadable.add(name)
+        if not unreadable <= self.changed.get(path, set()):
+            self.changed.setdefault(path, set()).update(unreadable)
+            # Those of parts are the shadow's.
+            self.skeleton.refuse_reads({path: {name for name in unreadable if "." not in name}})
 
     def measure(self, args: Any, kwargs: Any, *, clock: Callable[[], float]) -> dict[str, float]:
         """Measure the seconds of the forwards and backwards of each unit."""

@@ -13,7 +13,7 @@ import torch
 from ferrodist.torch_private.operators import schema_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 
 _OVERWRITES = frozenset(f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random"))
@@ -85,10 +85,11 @@ class ContainerTensors:
 
     Args:
         tensors: The tensors by name.
+        tied: The names of those that units have, too.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: Mapping[str, torch.Tensor], tied: Collection[str]) -> None:
+        self.tensors, self._tied = tensors, tied
         self._names = {id(memory_of(tensor)): name for name, tensor in tensors.items()}
         self._used: set[str] = set()
         self._overwritten: set[str] = set()
@@ -102,7 +103,8 @@ class ContainerTensors:
         name = self._names.get(id(memory_of(tensor)))
         if name is None or name in self._overwritten:
             return
-        if operator in _OVERWRITES and tensor.shape == self.tensors[name].shape and name not in self._used:
+        is_whole = operator in _OVERWRITES and tensor.shape == self.tensors[name].shape
+        if is_whole and name not in self._used and name not in self._tied:
             self._overwritten.add(name)
             return
         raise ValueError(

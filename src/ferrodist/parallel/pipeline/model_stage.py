@@ -133,7 +133,7 @@ class ModelStage(ModulePart):
     @property
     def modes(self) -> int:
         """A hash of the modes of training of the whole model's modules."""
-        return zlib.crc32("\n".join(sorted(self._evaluating)).encode())
+        return zlib.crc32(repr(sorted(self._evaluating)).encode())
 
     def _parts(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The parts of containers of the whole model in this stage, by name."""
@@ -350,7 +350,7 @@ class _StageRun:
         for key, value in self._received.items():
             if key in flow.written or value.is_inference():  # which can't be written elsewhere
                 self._received[key] = value.clone()
-        self._received_versions = {key: _version_of_input(value) for key, value in self._to_send.items()}
+        self._versions_to_send = {key: _version_of_input(value) for key, value in self._to_send.items()}
         if len(self._received) != len(values):
             raise RuntimeError(
                 f"stage {index} expects {len(self._received)} values of earlier stages, and got {len(values)}: the"
@@ -424,7 +424,7 @@ class _StageRun:
         values = []
         for key in self._flow.sent[self._index]:
             value, version = (
-                (self._to_send[key], self._received_versions[key]) if key in self._received else self._computed[key]
+                (self._to_send[key], self._versions_to_send[key]) if key in self._received else self._computed[key]
             )
             if _version_of_input(value) != version:
                 raise ValueError(

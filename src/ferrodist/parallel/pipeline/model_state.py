@@ -6,16 +6,19 @@ as an attribute, such as a list of losses, is another one in each copy: what one
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections import UserDict, deque
+from enum import Enum
 from itertools import islice
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from ferrodist.parallel.pipeline.model_memory import memory_of
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modules import hooks_of, own_buffers
 
@@ -65,16 +68,17 @@ def attributes_of(module: torch.nn.Module) -> dict[str, tuple[Any, Snapshot]]:
     }
 
 
-def changed_attributes(before: Mapping[str, tuple[Any, Snapshot]], module: torch.nn.Module) -> set[str]:
-    """The names of attributes that have been set, or whose objects have changed, since `attributes_of`."""
+def changed_attributes(before: Mapping[str, tuple[Any, Snapshot]], module: torch.nn.Module) -> dict[str, bool]:
+    """The names of attributes that were set, or whose objects have changed, since `attributes_of`.
+
+    True is for those whose former objects have changed.
+    """
     after = attributes_of(module)
+    found = {name: Snapshot(value) != state for name, (value, state) in before.items()}
     return {
-        name
+        name: found.get(name, False)
         for name in {**before, **after}
-        if name not in before
-        or name not in after
-        or not _is_same(before[name][0], after[name][0])
-        or before[name][1] != after[name][1]
+        if found.get(name) or name not in before or name not in after or not _is_same(before[name][0], after[name][0])
     }
 
 
@@ -113,21 +117,24 @@ class SharedObjects:
         for path, unit in units.units.items():
             for part in unit.modules():
                 self._add([part, *_attributes(part)], id(unit), f"module {path!r}")
+        self.of_hooks = {path: found for path, unit in units.units.items() if (found := self._captured(unit))}
+        """For each unit with hooks the objects of other modules that these have."""
+        for path, captured in self.of_hooks.items():
+            self._add(captured, id(units.units[path]), f"a hook of module {path!r}")
         self.of_code = [
             (path, name)
             for path, part in self.containers.items()
-            for name, value in vars(part).items()
-            if name not in _OF_MODULES and self.other_user(value, None) is not None
+            for name, value in attributes(part).items()
+            if id(part) in self._users or self.other_user(value, None) is not None
         ]
-        """The attributes of containers with objects that units have, too: names of container and attribute."""
-        self.of_hooks = {path: found for path, unit in units.units.items() if (found := self._captured(unit))}
-        """For each unit with hooks the objects of other modules that these have."""
+        """The attributes of containers with objects that units or their hooks have, too, and all of those containers
+        that they have themselves: names of container and attribute."""
 
     def other_user(self, value: Any, unit: torch.nn.Module | None) -> str | None:
         """The name of another user of an object, or of one in it; ``unit`` is the one that has it, None the code."""
         own = 0 if unit is None else id(unit)
         for each in _mutable_in(value):
-            for user, name in self._users.get(id(each), {}).items():
+            for user, name in self._users.get(id(_identity(each)), {}).items():
                 if user != own:
                     return name
         return None
@@ -135,14 +142,19 @@ class SharedObjects:
     def _add(self, values: Iterable[Any], user: int, name: str) -> None:
         for value in values:
             for each in _mutable_in(value):
-                self._users.setdefault(id(each), {}).setdefault(user, name)
-                self._kept.append(each)
+                self._users.setdefault(id(_identity(each)), {}).setdefault(user, name)
+                self._kept.append(_identity(each))
 
     def _captured(self, unit: torch.nn.Module) -> list[Any]:
         hooks = [hook for part in unit.modules() for hook in hooks_of(part)]
         containers = {id(part) for part in self.containers.values()}
         found = [each for hook in hooks for each in captured_by(hook)]
         return [each for each in found if id(each) in containers or self.other_user(each, unit) is not None]
+
+
+def _identity(value: Any) -> Any:
+    """An object, or the memory of a tensor."""
+    return memory_of(value) if isinstance(value, torch.Tensor) else value
 
 
 def describe(objects: Sequence[Any]) -> list[Snapshot]:
@@ -158,7 +170,7 @@ def _attributes(module: torch.nn.Module) -> list[Any]:
 def _mutable_in(value: Any) -> Iterator[Any]:
     """The objects that may change, in an object and with it: tensors, modules and collections, for example."""
     for each in islice(_contents_of(value, _LEVELS, set()), _MOST):
-        is_entered = not isinstance(each, (*_PLAIN, tuple, frozenset)) and _children(each) is not None
+        is_entered = not isinstance(each, (*_PLAIN, tuple, frozenset, Enum)) and _children(each) is not None
         if is_entered or isinstance(each, (torch.Tensor, torch.nn.Module, np.ndarray)):
             yield each
 
@@ -195,27 +207,34 @@ def _contents_of(value: Any, levels: int, seen: set[int]) -> Iterator[Any]:
 
 
 def _children(value: Any) -> list[Any] | None:
-    """The objects in one; None for one that isn't entered."""
+    """The objects in one; None for one that isn't entered, or can't be."""
     if isinstance(value, (*_PLAIN, torch.Tensor, torch.nn.Module, type, ModuleType, FunctionType, MethodType)):
         return None
-    if isinstance(value, (dict, UserDict)):
-        return [len(value), *islice(value.keys(), _MANY), *islice(value.values(), _MANY)]
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return [len(value), *islice(value, _MANY)]
-    if type(value).__module__.partition(".")[0] in _NOT_ENTERED:
+    try:
+        if isinstance(value, (dict, UserDict)):
+            kind: Any = dict if isinstance(value, dict) else UserDict
+            return [len(value), *islice(kind.keys(value), _MANY), *islice(kind.values(value), _MANY)]
+        if isinstance(value, (list, tuple, set, frozenset, deque)):
+            return [len(value), *islice(value, _MANY)]
+        is_entered = str(type(value).__module__).partition(".")[0] not in _NOT_ENTERED
+        return _attributes_of_object(value) if is_entered else None
+    except Exception:  # noqa: BLE001 - of the object's own code, or of another thread's writes
         return None
-    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
-    attributes = {
-        **getattr(value, "__dict__", {}),
-        **{name: getattr(value, name) for name in slots if hasattr(value, name)},
-    }
-    is_object = hasattr(value, "__dict__") or bool(slots)
-    return [*attributes.keys(), *attributes.values()] if is_object else None
 
 
-def _slots_of(kind: type) -> Iterable[str]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else slots
+def _attributes_of_object(value: Any) -> list[Any] | None:
+    slots = [
+        slot for kind in type(value).__mro__ for slot in vars(kind).values() if isinstance(slot, MemberDescriptorType)
+    ]
+    found: list[Any] = []
+    for slot in slots:
+        with contextlib.suppress(AttributeError):  # not set
+            found += [slot.__name__, slot.__get__(value)]
+    try:
+        contents = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return found if slots else None
+    return [*found, *contents.keys(), *contents.values()]
 
 
 def _version(value: Any) -> int:

@@ -31,7 +31,7 @@ from ferrodist.parallel.pipeline.model_flow import (
     Trace,
 )
 from ferrodist.parallel.pipeline.model_mappings import Mappings, Outcome, Slot, is_container, leaves_in, map_tensors
-from ferrodist.parallel.pipeline.model_memory import ContainerTensors, UnitMemory, memory_of, written_arguments
+from ferrodist.parallel.pipeline.model_memory import UnitMemory, memory_of, written_arguments
 from ferrodist.parallel.pipeline.model_state import Snapshot, attributes_of, captured_by, changed_attributes
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modes import DispatchMode
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from ferrodist.parallel.pipeline.model_flow import Source
+    from ferrodist.parallel.pipeline.model_memory import ContainerTensors
 
 _OF_SHAPE_ALONE = frozenset(
     f"aten::{name}"
@@ -73,16 +74,17 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         stateful: Paths of units with state.
         shadows: Copies of the units on the meta device.
         own: Container tensors.
-        changed: Called with a unit's path and names of attributes, such as "gate.loss", that its forward has set.
-        before_call: Called before each unit with state.
+        changed: Called with a unit's path, the copy that has run, and names of attributes, such as "gate.loss", that
+            its forward has set, each with whether the former object has changed.
+        before_call: Called before each unit.
     """
 
     def __init__(
         self,
         stateful: Sequence[str],
         shadows: Mapping[str, torch.nn.Module],
-        own: Mapping[str, torch.Tensor],
-        changed: Callable[[str, set[str]], None],
+        own: ContainerTensors,
+        changed: Callable[[str, torch.nn.Module, Mapping[str, bool]], None],
         before_call: Callable[[], None],
     ) -> None:
         super().__init__()
@@ -90,7 +92,7 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         self.reads = _Reads(self)
         self._stateful = stateful
         self._shadows = shadows
-        self._own = ContainerTensors(own)
+        self._own = own
         self._changed = changed
         self._before_call = before_call
         self._sources: dict[int, tuple[Any, frozenset[Source]]] = {}  # by storage, which is kept alive
@@ -162,8 +164,8 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         self._check_call(path, args, kwargs)
         sources = self.sources_of((args, kwargs))
         mappings = Mappings(path, args, kwargs)
+        self._before_call()
         if path in self._stateful:
-            self._before_call()
             run = self._run_apart(path, args, kwargs)
         else:
             returned = self._run_between(path, args, kwargs)
@@ -223,7 +225,7 @@ class Tracer(DispatchMode):  # type: ignore[misc]
         versions = list(map(version_of, tensors))
         before, objects = attributes_of(self._shadows[path]), _objects_in((args, kwargs))
         returned = self._shadows[path](*args, **kwargs)
-        self._changed(path, changed_attributes(before, self._shadows[path]))
+        self._changed(path, self._shadows[path], changed_attributes(before, self._shadows[path]))
         _refuse_changed(path, objects, (args, kwargs))
         sources = self.sources_of((args, kwargs, returned))
         if any(kind == "call" for kind, _ in sources):
@@ -335,7 +337,7 @@ class Tracer(DispatchMode):  # type: ignore[misc]
             try:
                 result = shadow(*arguments[0], **arguments[1])
             finally:  # also where it fails: a second run might not change them again
-                self._changed(path, changed_attributes(before, shadow))
+                self._changed(path, shadow, changed_attributes(before, shadow))
                 _refuse_changed(path, objects, arguments)
         if list(map(version_of, tensors)) != versions:
             raise DivisionError(

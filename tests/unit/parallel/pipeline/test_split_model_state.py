@@ -347,7 +347,7 @@ class Counts(Losses):
         ),
         (
             lambda: with_blocks(set_factor, Scaled, Factor(), "factor"),
-            "the model's code changes 'factor', an object that module 'blocks.0' has, too",
+            "the model's code changes 'factor', which module 'blocks.0' has, too",
         ),
         (lambda: with_blocks(plain, Flags, set()), "'blocks.0' changes its attribute 'losses'"),
         (lambda: with_blocks(plain, Adds, Total(), "total"), "changes its attribute 'losses.loss'"),
@@ -393,6 +393,48 @@ def test_hooks_that_read_objects_of_the_model(division):
             functools.partial(lambda options, *args: args[-1] * options["factor"], model.options)
         )
     check(model, division)
+
+
+class Reads(nn.Module):
+    """A module without parameters that reads a factor of an object."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, hidden):
+        return hidden * self.factor.value
+
+
+def set_before_loss(model, x):
+    x = plain(model, x)
+    model.factor.value = 3.0
+    return model.loss(x)
+
+
+def append_calls(model, x):
+    model.calls.append(1)
+    return plain(model, x)
+
+
+def test_objects_that_the_code_changes_for_others():
+    """A unit without parameters, and a hook."""
+    factor = Factor()
+    refused(
+        Model(set_before_loss, factor=factor, loss=Reads(factor)),
+        "the model's code changes 'factor', which module 'loss'",
+    )
+    model = Model(append_calls, calls=[])
+    for block in model.blocks:
+        block.register_forward_hook(lambda _module, _args, output: output * len(model.calls))
+    refused(model, "the model's code changes 'calls', which a hook of module 'blocks.0' has, too")
+
+
+def test_a_buffer_that_blocks_have_too():
+    model = with_buffer(fill)
+    for block in model.blocks:
+        block.register_buffer("mean", model.mean)
+    refused(model, "changes its buffer 'mean' in place, by aten::fill_")
 
 
 class Logs(Losses):
