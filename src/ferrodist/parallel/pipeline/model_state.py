@@ -223,9 +223,8 @@ def _children(value: Any) -> list[Any] | None:
 
 
 def _attributes_of_object(value: Any) -> list[Any] | None:
-    slots = [
-        slot for kind in type(value).__mro__ for slot in vars(kind).values() if isinstance(slot, MemberDescriptorType)
-    ]
+    kinds = [vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+    slots = [slot for kind in kinds for slot in kind.values() if isinstance(slot, MemberDescriptorType)]
     found: list[Any] = []
     for slot in slots:
         with contextlib.suppress(AttributeError):  # not set
