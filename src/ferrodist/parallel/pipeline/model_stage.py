@@ -17,6 +17,7 @@ from __future__ import annotations
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +57,8 @@ class ModelStage(ModulePart):
     def __init__(self, division: ModelDivision, index: int, skeleton: Skeleton) -> None:
         super().__init__()
         self._evaluating = division.evaluating
+        self.modes = _hash_of(self._evaluating)
+        """A hash of the modes of training of the whole model's modules."""
         self.training = "" not in self._evaluating
         self._division, self._index, self._skeleton = division, index, skeleton
         skeleton.own_unit = lambda path: self.find_unit(path) if self.calls_unit(path) else None
@@ -125,15 +128,11 @@ class ModelStage(ModulePart):
         """Set training mode, or evaluation; see `torch.nn.Module.train`."""
         super().train(mode)
         self._evaluating = self._division.names_after_train(mode=mode)
+        self.modes = _hash_of(self._evaluating)
         set_evaluation(self._skeleton.model, self._evaluating)
         for path, part in self._parts():
             part.training = path not in self._evaluating
         return self
-
-    @property
-    def modes(self) -> int:
-        """A hash of the modes of training of the whole model's modules."""
-        return zlib.crc32(repr(sorted(self._evaluating)).encode())
 
     def _parts(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The parts of containers of the whole model in this stage, by name."""
@@ -199,9 +198,9 @@ class ModelStage(ModulePart):
     def add_unit(self, path: str, unit: torch.nn.Module, *, is_replicated: bool = False) -> None:
         """Add a module under its name in the whole model; ``is_replicated`` if other stages have it, too."""
         parent, _, name = path.rpartition(".")
-        if not parent and hasattr(self, name):
-            raise ValueError(f"module {path!r} has the name of an attribute of stages: give it another name")
-        self._container(parent).add_module(name, unit)
+        container = self._container(parent)
+        _check_name(container, name)
+        container.add_module(name, unit)
         if is_replicated:
             tensors = (*unit.named_parameters(prefix=path), *unit.named_buffers(prefix=path))
             self.replicated_names |= {name for name, _ in tensors}
@@ -210,6 +209,7 @@ class ModelStage(ModulePart):
         """Add a container's own parameter or buffer."""
         parent, _, key = name.rpartition(".")
         part = self._container(parent)
+        _check_name(part, key)
         if key in own_parameters(container):
             part.register_parameter(key, own_parameters(container)[key])
         else:
@@ -223,6 +223,7 @@ class ModelStage(ModulePart):
         names = path.split(".") if path else []
         for depth, name in enumerate(names, 1):
             if name not in own_modules(module):
+                _check_name(module, name)
                 part = ModulePart()
                 part.training = ".".join(names[:depth]) not in self._evaluating
                 module.add_module(name, part)
@@ -348,7 +349,7 @@ class _StageRun:
         self._received = dict(zip(flow.sent[index - 1], values, strict=False)) if index else {}
         self._to_send = dict(self._received)
         for key, value in self._received.items():
-            if key in flow.written or value.is_inference():  # which can't be written elsewhere
+            if key in flow.written or value.is_inference():  # which only code under inference_mode may write
                 self._received[key] = value.clone()
         self._versions_to_send = {key: _version_of_input(value) for key, value in self._to_send.items()}
         if len(self._received) != len(values):
@@ -465,6 +466,16 @@ class _StageRun:
             f"the model's code {what} where it came to {expected!r} with inputs of the same shapes before: what a stage"
             " calls must not depend on values or random numbers (switch layerdrop off)"
         )
+
+
+def _check_name(part: torch.nn.Module, name: str) -> None:
+    """Raise ValueError if a name of the whole model is that of an attribute of a stage or of its parts."""
+    if hasattr(part, name):
+        raise ValueError(f"{name!r} in the model has the name of an attribute of stages: give it another name")
+
+
+def _hash_of(names: AbstractSet[str]) -> int:
+    return zlib.crc32(repr(sorted(names)).encode())
 
 
 def _version_of_input(leaf: Any) -> int:

@@ -680,5 +680,8 @@ def test_a_stage_on_the_meta_device():
 
 def test_a_module_with_the_name_of_an_attribute_of_stages():
     model = Model(lambda model, x: model.materialise(plain(model, x)), materialise=nn.Linear(6, 6))
-    with pytest.raises(ValueError, match="'materialise' has the name of an attribute of stages"):
+    with pytest.raises(ValueError, match="'materialise' in the model has the name of an attribute of stages"):
+        split_model(model, 2, None, sample=X)
+    model = Model(lambda model, x: plain(model.contents, x), contents=Encoder())
+    with pytest.raises(ValueError, match="'contents' in the model has the name of an attribute of stages"):
         split_model(model, 2, None, sample=X)
