@@ -59,6 +59,7 @@ _REPORT_INTERVAL_SECONDS = 60.0
 _EXIT_TIMEOUT_SECONDS = 30.0
 _NUM_SLOWEST = 10
 _LOG_LINES = 40
+_TEST_FILE = re.compile(r'/test_\w+\.py"')
 _PERCENTAGE = re.compile(r"\[\s*(\d+)%\]")
 
 
@@ -71,7 +72,7 @@ class Results:
         durations: Seconds and name of each test.
         skips: Number of skipped tests by reason.
         failures: Name and traceback of each failure.
-        crashes: Parts that failed without a failed test, each with the end of its log.
+        crashes: Parts that failed without a failed test, each with what its log says of that.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -87,8 +88,8 @@ class Results:
             for case in ET.parse(part.report).iter("testcase"):  # noqa: S314 - pytest wrote it
                 self._add_case(case)
         if part.process.returncode != 0 and len(self.failures) == num_failures:
-            log = "\n".join(part.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-            self.crashes.append((f"{part.name} ended with exit code {part.process.returncode}", log))
+            end = _end_of(part.log.read_text(errors="replace"))
+            self.crashes.append((f"{part.name} ended with exit code {part.process.returncode}", end))
 
     def _add_case(self, case: ET.Element) -> None:
         name = f"{case.get('file', case.get('classname', ''))}::{case.get('name')}"
@@ -195,6 +196,17 @@ def run_parts(names: Sequence[str]) -> Results:
         for part in running:
             part.stop()
     return results
+
+
+def _end_of(log: str) -> str:
+    """The last lines, or of a crashed interpreter the stack of the thread that crashed and the tests in the others'."""
+    found = log.rfind("Fatal Python error")
+    if found == -1:
+        return "\n".join(log.splitlines()[-_LOG_LINES:])
+    title, *threads = log[found:].split("\n\n")
+    crashed = next((stack for stack in threads if stack.startswith("Current thread")), "It has no thread of Python's.")
+    tests = [line for stack in threads if stack != crashed for line in stack.splitlines() if _TEST_FILE.search(line)]
+    return "\n".join([title, *crashed.splitlines()[:_LOG_LINES], "Tests in the other threads:", *tests])
 
 
 def _children_seconds() -> float:

@@ -11,6 +11,11 @@ PROGRAMS = {
         "import pytest\ndef test_fails(): assert 1 == 2\n@pytest.mark.skip(reason='no GPU')\ndef test_skipped(): pass"
     ),
     "crash": "import os\ndef test_exits(): os._exit(3)",
+    "segfault": (
+        "import ctypes, threading\n"
+        "def test_beside(): threading.Thread(target=crash).start(); threading.Event().wait()\n"
+        "def crash(): ctypes.string_at(0)"
+    ),
     run_tests.RUN_ALONE: "def test_fails(): assert False",
 }
 
@@ -59,3 +64,18 @@ def test_failures_and_crashes_of_all_parts_are_in_one_summary(parts, capsys):
     assert "crash ended with exit code 3\n" in failures
     assert "     1  no GPU\n" in out
     assert "assert 1 == 2" in out
+
+
+def test_a_crash_of_the_interpreter_is_told_by_stack_and_test(parts, capsys):
+    """The stack of the thread that crashed, and the tests that ran meanwhile; not dozens of pytest's own frames."""
+    parts("segfault")
+    assert run_tests.main([]) == 1
+    out = capsys.readouterr().out
+    crash = out[out.rindex("\n--- segfault ended with exit code -11\n") : out.rindex("\nFailures\n")]
+    stack, others = crash.split("Tests in the other threads:")
+    assert "Fatal Python error: Segmentation fault\nCurrent thread " in stack
+    assert "in string_at\n" in stack
+    assert "in crash\n" in stack
+    assert "test_segfault.py" in others
+    assert "in test_beside" in others
+    assert "_pytest" not in crash
