@@ -11,6 +11,7 @@
 
 #include "bindings/fast_call.h"
 #include "bindings/fast_torch.h"
+#include "bindings/fast_objects.h"
 #include "bindings/fast_sized.h"
 #include "bindings/started.h"
 
@@ -215,7 +216,7 @@ std::unique_ptr<Started> start(Communicator& self, nb::handle tensor, nb::handle
 }  // namespace
 
 void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
-    for (PyMethodDef* functions : {fast_functions, sized_functions, torch_functions})
+    for (PyMethodDef* functions : {fast_functions, sized_functions, object_functions, torch_functions})
         if (PyModule_AddFunctions(m.ptr(), functions) < 0) throw nb::python_error();
     m.def("load_fast_paths", &set_lookup, "collector"_a, "local_group"_a, "process"_a, "empty_like"_a, "make_tensor"_a,
           "Set where the fast paths find the default group, and the functions that make their results.");

@@ -1,5 +1,4 @@
-// The fast paths of collectives in which ranks first share their sizes: all_gather_uneven, gather, scatter, and
-// those of objects.
+// The fast paths of collectives in which ranks first share their sizes: all_gather_uneven, gather and scatter.
 #pragma once
 
 #include <Python.h>

@@ -6,76 +6,17 @@
 
 #include <cstring>
 #include <exception>
-#include <functional>
 
 #include "base/deadline.h"
 #include "bindings/fast_call.h"
 #include "bindings/tensor_messages.h"
+#include "bindings/tensor_transfers.h"
 
 namespace ferrodist {
 
 using namespace nanobind::literals;
 
 namespace {
-
-nb::object unfinished(const Deadline& deadline, const std::exception_ptr& interruption, Unfinished progress = {}) {
-    progress.seconds = deadline.elapsed_seconds();
-    if (interruption) {
-        try {
-            std::rethrow_exception(interruption);
-        } catch (const nb::python_error& error) {
-            progress.interruption = nb::borrow(error.value());
-        }
-    }
-    return nb::cast(std::move(progress));
-}
-
-double seconds_left(const Deadline& deadline) {
-    return std::chrono::duration<double>(deadline.remaining()).count();
-}
-
-using ShouldStop = std::function<bool()>;  // see `await`
-
-// Waits for a started transfer, which has ended when this returns. Returns the exception that interrupted it.
-template <class SomeTransfer>
-std::exception_ptr await_end(const TensorP2P& self, SomeTransfer& transfer, const Deadline& deadline,
-                             const ShouldStop& should_stop = {}) {
-    std::exception_ptr interruption;
-    if (!self.is_open.load()) {
-        const nb::gil_scoped_release released;
-        self.engine->cancel(transfer);
-    }
-    if (!transfer.has_ended.load()) {
-        try {
-            await(*self.engine, transfer, seconds_left(deadline), should_stop);
-        } catch (...) {
-            interruption = std::current_exception();
-        }
-    }
-    self.engine->dispatch_events();
-    return interruption;
-}
-
-// Whether a message is to be offered first, see `least_offered`.
-bool may_prefer_offer(const P2PEngine& engine, std::size_t size, int peer) {
-    return size >= least_offered && engine.shares_memory_with(peer);
-}
-
-// Waits for a message that was offered to be taken, but only a little if it can be sent at once. Returns the exception
-// that interrupted it.
-std::exception_ptr await_taken(P2PEngine& engine, Send& send, const Deadline& deadline) {
-    if (!send.prefers_offer || send.size > engine.settings().eager_bytes || send.has_ended.load()) return nullptr;
-    const double seconds = std::min(seconds_offered(send.size), seconds_left(deadline));
-    try {
-        const GilRelease released;
-        if (!engine.wait(send, seconds)) engine.send_now(send);
-    } catch (...) {
-        const nb::gil_scoped_release released;
-        engine.cancel(send);
-        return std::current_exception();
-    }
-    return nullptr;
-}
 
 // Sends a message; false if it was not sent, and will not be.
 bool send_message(const TensorP2P& self, const std::byte* data, std::size_t size, int peer, const Tag& tag,
@@ -156,7 +97,9 @@ nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, const 
     return result_of(target.tensor, source);
 }
 
-nb::object tensor_and_source(const nb::object& tensor, int source) { return nb::make_tuple(tensor, source); }
+nb::object tensor_and_source(const nb::object& tensor, int source) {
+    return nb::make_tuple(tensor, source);
+}
 
 // Receives into a tensor, of which `view` is the view; returns both, as `receive_new`.
 nb::object receive_into(const TensorP2P& self, nb::handle tensor, const TensorView& view, nb::handle src,
@@ -186,239 +129,6 @@ nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, co
         return Target{std::move(made), view, true};
     };
     return receive(self, src, tag, deadline, target_of, tensor_and_source, should_stop);
-}
-
-// A message that is sent while others move. It is cancelled if it is left before its end.
-class ExchangedSend {
-public:
-    ExchangedSend(P2PEngine& engine, const std::byte* data, std::size_t size, int dst, const Tag& tag)
-        : engine_(engine), send_(data, size, dst, tag) {
-        send_.prefers_offer = may_prefer_offer(engine, size, dst);
-    }
-    ExchangedSend(const ExchangedSend&) = delete;
-    ExchangedSend& operator=(const ExchangedSend&) = delete;
-    ~ExchangedSend() { cancel(); }
-
-    // False, without effect, if its peer or the group has ended. Without the GIL.
-    bool start() {
-        has_started_ = engine_.start_if_open(send_);
-        return has_started_;
-    }
-    void cancel() {
-        if (!has_started_ || send_.has_ended.load()) return;
-        const nb::gil_scoped_release released;
-        engine_.cancel(send_);
-    }
-    std::exception_ptr await(const TensorP2P& self, const Deadline& deadline) {
-        if (!has_started_) return nullptr;
-        const std::exception_ptr interruption = await_taken(engine_, send_, deadline);
-        return interruption ? interruption : await_end(self, send_, deadline);
-    }
-    [[nodiscard]] bool is_done() const { return has_ended() && send_.outcome == Outcome::done; }
-    // Whether it has ended in another way: it will not be sent.
-    [[nodiscard]] bool has_failed() const { return has_ended() && send_.outcome != Outcome::done; }
-
-private:
-    [[nodiscard]] bool has_ended() const { return has_started_ && send_.has_ended.load(); }
-
-    P2PEngine& engine_;
-    Send send_;
-    bool has_started_ = false;
-};
-
-// The messages of a tensor that is sent while others are received. Cancels those that are left before their end.
-class StartedSend {
-public:
-    StartedSend(const TensorP2P& self, const Outgoing& outgoing)
-        : self_(self),
-          outgoing_(outgoing),
-          first_(*self.engine, outgoing.first.bytes, outgoing.first_size, outgoing.dst_rank, outgoing.tag),
-          payload_(*self.engine, outgoing.view.data, outgoing.size, outgoing.dst_rank,
-                   self.tag(payload_channel, outgoing.payload_number)) {}
-
-    // False if its peer or the group has ended.
-    bool start() {
-        is_sent_at_once_ = outgoing_.is_inline() && self_.engine->try_send(outgoing_.first.bytes, outgoing_.first_size,
-                                                                           outgoing_.dst_rank, outgoing_.tag);
-        if (is_sent_at_once_) return true;
-        const nb::gil_scoped_release released;
-        return first_.start() && (outgoing_.is_inline() || payload_.start());
-    }
-    std::exception_ptr await(const Deadline& deadline) {
-        const std::exception_ptr interruption = first_.await(self_, deadline);
-        return interruption ? interruption : payload_.await(self_, deadline);
-    }
-    void cancel() {
-        first_.cancel();
-        payload_.cancel();
-    }
-    [[nodiscard]] bool is_done() const {
-        return is_sent_at_once_ || (first_.is_done() && (outgoing_.is_inline() || payload_.is_done()));
-    }
-    [[nodiscard]] bool has_failed() const { return first_.has_failed() || payload_.has_failed(); }
-    void describe(Unfinished& progress) const {
-        progress.is_sent = is_done();
-        if (first_.is_done() && !progress.is_sent) progress.payload_id = outgoing_.payload_id;
-    }
-
-private:
-    const TensorP2P& self_;
-    const Outgoing& outgoing_;
-    bool is_sent_at_once_ = false;
-    ExchangedSend first_;
-    ExchangedSend payload_;
-};
-
-// A receive of a batch. Its transfers are cancelled where they are left before their end.
-class BatchedReceive {
-public:
-    BatchedReceive(const TensorP2P& self, nb::object tensor, const TensorView& view, int src, std::uint64_t tag)
-        : self_(self),
-          tensor_(std::move(tensor)),
-          view_(view),
-          first_(message_.bytes, sizeof(message_), self.engine_rank(src), self.tag(tensor_channel, tag)) {
-        first_.accepts_shorter = true;
-    }
-    BatchedReceive(const BatchedReceive&) = delete;
-    BatchedReceive& operator=(const BatchedReceive&) = delete;
-    ~BatchedReceive() { cancel(); }
-
-    // False if its peer or the group has ended.
-    bool start() {
-        has_started_ = post(first_);
-        return has_started_;
-    }
-    // Waits for the first message.
-    std::exception_ptr await_first(const Deadline& deadline, const ShouldStop& should_stop) {
-        return await_end(self_, first_, deadline, should_stop);
-    }
-    // Copies the elements, or starts to receive them; false if the first message isn't that of such a tensor.
-    bool take_first() {
-        const auto header = first_.outcome == Outcome::done ? message_.header(first_.message_size) : std::nullopt;
-        if (!header || !matches(view_, *header)) return false;
-        const std::size_t size = view_.count * size_of(view_.dtype);
-        const std::size_t inline_size = first_.message_size - sizeof(TensorHeader);
-        if (inline_size != 0 && inline_size != size) return false;
-        if (inline_size == size) {
-            if (size != 0) std::memcpy(view_.data, message_.elements(), size);
-            is_done_ = true;
-            return true;
-        }
-        payload_.emplace(view_.data, size, first_.peer, self_.tag(payload_channel, header->payload_id));
-        if (post(*payload_)) return true;
-        payload_.reset();
-        return false;
-    }
-    // Waits for the elements.
-    std::exception_ptr await_payload(const Deadline& deadline, const ShouldStop& should_stop) {
-        return payload_ ? await_end(self_, *payload_, deadline, should_stop) : nullptr;
-    }
-    void cancel() {
-        for (Receive* receive : {has_started_ ? &first_ : nullptr, payload_ ? &*payload_ : nullptr}) {
-            if (receive == nullptr || receive->has_ended.load()) continue;
-            const nb::gil_scoped_release released;
-            self_.engine->cancel(*receive);
-        }
-    }
-    [[nodiscard]] bool is_done() const { return is_done_ || (payload_ && has_ended(*payload_, Outcome::done)); }
-    [[nodiscard]] bool has_failed() const {
-        return (has_started_ && has_failed(first_)) || (payload_ && has_failed(*payload_));
-    }
-    [[nodiscard]] int source() const { return self_.group_rank(first_.peer); }
-    [[nodiscard]] nb::handle tensor() const { return tensor_; }
-    [[nodiscard]] bool has_elements() const { return view_.count != 0; }
-    void describe(Unfinished& progress) const {
-        if (is_done()) {
-            progress.received = nb::int_(source());
-        } else if (has_started_ && has_ended(first_, Outcome::done)) {
-            progress.message = message_.to_python(first_.message_size);
-            progress.source = source();
-        }
-    }
-
-private:
-    static bool has_ended(const Receive& receive, Outcome outcome) {
-        return receive.has_ended.load() && receive.outcome == outcome;
-    }
-    static bool has_failed(const Receive& receive) {
-        return receive.has_ended.load() && receive.outcome != Outcome::done;
-    }
-    bool post(Receive& receive) {
-        if (receive.size <= sizeof(FirstMessage) && self_.engine->start_if_open(receive, false)) return true;
-        const nb::gil_scoped_release released;
-        return self_.engine->start_if_open(receive, true);
-    }
-
-    const TensorP2P& self_;
-    nb::object tensor_;
-    TensorView view_;
-    bool has_started_ = false;
-    bool is_done_ = false;
-    FirstMessage message_;
-    Receive first_;
-    std::optional<Receive> payload_;
-};
-
-// An operation of a batch: one of the two.
-struct BatchedSend {
-    BatchedSend(const TensorP2P& self, nb::object its_tensor, std::unique_ptr<Outgoing> its_messages)
-        : tensor(std::move(its_tensor)), messages(std::move(its_messages)), started(self, *messages) {}
-
-    nb::object tensor;
-    std::unique_ptr<Outgoing> messages;
-    StartedSend started;
-};
-struct BatchedOperation {
-    std::unique_ptr<BatchedSend> send;
-    std::unique_ptr<BatchedReceive> receive;
-
-    // Null for arguments that are not plain.
-    static BatchedOperation of(const P2PCall& call, const P2POperation& operation) {
-        BatchedOperation made;
-        if (operation.is_send) {
-            auto messages = std::make_unique_for_overwrite<Outgoing>();
-            if (messages->write(call, operation.tensor, operation.rank, operation.tag))
-                made.send = std::make_unique<BatchedSend>(call.p2p, operation.tensor, std::move(messages));
-            return made;
-        }
-        const auto view = view_tensor(operation.tensor.ptr());
-        const auto src = call.p2p.peer(operation.rank, true);
-        const auto tag = plain_uint(operation.tag);
-        if (view && view->shape.size() <= max_dims && src && tag && *tag >> tag_bits == 0)
-            made.receive = std::make_unique<BatchedReceive>(call.p2p, operation.tensor, *view, *src, *tag);
-        return made;
-    }
-    [[nodiscard]] bool has_failed() const { return send ? send->started.has_failed() : receive->has_failed(); }
-    [[nodiscard]] bool is_done() const { return send ? send->started.is_done() : receive->is_done(); }
-    void cancel() { send ? send->started.cancel() : receive->cancel(); }
-    [[nodiscard]] nb::object progress() const {
-        Unfinished found;
-        send ? send->started.describe(found) : receive->describe(found);
-        return nb::cast(std::move(found));
-    }
-};
-
-// Starts and awaits all, until one fails or the call is interrupted. Receives are posted first, in their order: then
-// messages need no room of their own. All headers are awaited before any payload: so payloads of several ranks come at
-// the same time.
-std::exception_ptr move_all(std::vector<BatchedOperation>& all, const Deadline& deadline) {
-    for (auto& each : all)
-        if (each.receive && !each.receive->start()) return nullptr;
-    for (auto& each : all)
-        if (each.send && !each.send->started.start()) return nullptr;
-    const ShouldStop has_failed = [&] { return std::ranges::any_of(all, &BatchedOperation::has_failed); };
-    std::exception_ptr interruption;
-    for (auto& each : all) {
-        if (!each.receive) continue;
-        interruption = each.receive->await_first(deadline, has_failed);
-        if (interruption || !each.receive->take_first()) return interruption;
-    }
-    for (auto& each : all) {
-        interruption =
-            each.send ? each.send->started.await(deadline) : each.receive->await_payload(deadline, has_failed);
-        if (interruption || !each.is_done()) return interruption;
-    }
-    return nullptr;
 }
 
 }  // namespace
@@ -487,34 +197,6 @@ nb::object exchange(const P2PCall& call, nb::handle tensor, nb::handle dst, nb::
     sent.describe(progress);
     return is_received || received.is_none() ? unfinished(deadline, interruption, std::move(progress))
                                              : nb::cast(std::move(progress));
-}
-
-nb::object run_batch(const P2PCall& call, const std::vector<P2POperation>& operations) {
-    std::vector<BatchedOperation> all;
-    for (const P2POperation& operation : operations) {
-        all.push_back(BatchedOperation::of(call, operation));
-        if (!all.back().send && !all.back().receive) return nb::none();
-    }
-    const Deadline deadline(call.limit);
-    const std::exception_ptr interruption = move_all(all, deadline);
-    for (auto& each : all) each.cancel();
-    call.p2p.engine->dispatch_events();
-    for (const auto& each : all)
-        if (each.receive && each.is_done() && each.receive->has_elements() &&
-            !mark_written(each.receive->tensor().ptr()))
-            throw nb::python_error();
-    nb::list results;
-    const bool are_done = !interruption && std::ranges::all_of(all, &BatchedOperation::is_done);
-    for (const auto& each : all) {
-        if (!are_done)
-            results.append(each.progress());
-        else
-            results.append(each.send ? each.send->messages->group_rank : each.receive->source());
-    }
-    if (are_done) return results;
-    Unfinished progress;
-    progress.operations = results;
-    return unfinished(deadline, interruption, std::move(progress));
 }
 
 void bind_tensor_p2p(nb::module_& m) {

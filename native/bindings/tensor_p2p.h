@@ -108,7 +108,7 @@ struct P2POperation {
     nb::object rank;
     nb::object tag;
 };
-// `fd.batch`; returns a list of the operations' peers.
+// `fd.batch`, in tensor_batch.cpp; returns a list of the operations' peers.
 nb::object run_batch(const P2PCall& call, const std::vector<P2POperation>& operations);
 
 void bind_tensor_p2p(nb::module_& m);

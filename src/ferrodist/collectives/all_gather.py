@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ferrodist.collectives.work import PendingCollective
 
 # Size along the dim, elements of the other dims, the dim, number of dims, root or -1, dtype's index in DTYPES, whether
-# it is on a GPU. The elements follow if they are few: see [Note: shared sizes] in native/bindings/fast_sized.cpp.
+# it is on a GPU. The elements follow if they are few: see [Note: shared sizes] in native/bindings/shared_sizes.h.
 _PART = struct.Struct("<qqhhiBB")
 
 

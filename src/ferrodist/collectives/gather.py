@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 _MAX_SCATTER_DIMS = 12
 
 # Every rank's dim and src; the root's also has: dtype's index in DTYPES, flags, num dims. The shape follows, and the
-# elements if they are few: see [Note: shared sizes] in native/bindings/fast_sized.cpp.
+# elements if they are few: see [Note: shared sizes] in native/bindings/shared_sizes.h.
 _SCATTER_CALL = struct.Struct("<ii")
 _SCATTER_HEAD = struct.Struct("<iiBBB")
 _RECORDS_HISTORY, _IS_ON_GPU = 1, 2  # the flags

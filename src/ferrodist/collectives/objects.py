@@ -326,7 +326,7 @@ def _sizes_of_root(  # noqa: PLR0917
 ) -> tuple[tuple[int, ...], memoryview | None]:
     """Share the root's sizes, in the payload of a `share` if they fit, else in a broadcast.
 
-    Returns also its objects, if they are few bytes: see [Note: shared sizes] in native/bindings/fast_sized.cpp. The
+    Returns also its objects, if they are few bytes: see [Note: shared sizes] in native/bindings/shared_sizes.h. The
     other ranks pass as many sizes, which are not read. ``payloads`` are what the ranks have shared, if they have.
     """
     numbers = struct.Struct(f"<{len(sizes)}q")
