@@ -51,7 +51,7 @@ PARTS = {
 """The files and folders of each part; "others" has all that the other parts leave."""
 
 RUN_ALONE = "programs"
-"""The part that runs only by its name: examples, the demo, the benchmark and MPI, as their users run them."""
+"""The part that runs only by its name: examples, demo, benchmark, MPI, Hugging Face's models, torch's own suite."""
 
 _NUM_AT_ONCE = 5
 _POLL_INTERVAL_SECONDS = 0.5

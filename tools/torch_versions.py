@@ -34,7 +34,9 @@ CHECKPOINTS = "tests/unit/checkpoint"
 COLLECTIVES = "tests/unit/collectives"
 SUBJECTS = {
     "torch backend": [
-        *("tests/unit/torch_backend", "tests/torch_backend", "tests/programs/test_torch_examples.py"),
+        *("tests/unit/torch_backend", "tests/torch_backend"),
+        *(f"tests/programs/test_{name}.py" for name in ("torch_examples", "torch_suite", "transformers")),
+        "tests/programs/test_transformers_generate.py",
     ],
     "tensors": ["tests/unit/tensor"],
     "parallel": ["tests/unit/parallel", "tests/multiprocess/test_fsdp_against_torch.py"],
