@@ -10,6 +10,7 @@ from typing_extensions import override
 from ferrodist.backends.mailbox import EAGER_LIMIT, Message
 from ferrodist.backends.mailbox_backend import MailboxBackend, Send
 from ferrodist.errors import DistributedError, InvalidWorldSizeError
+from ferrodist.torch_private.operators import create_operators
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +47,8 @@ class SimulatedBackend(MailboxBackend):
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise InvalidWorldSizeError(f"a group needs a world size of at least 1, not {world_size!r}")
+        if world_size > 1:
+            create_operators()  # before the ranks' threads would
         peers: list[SimulatedBackend] = []
         peers.extend(cls(rank, peers, world_size, timeout=timeout, name=name) for rank in range(world_size))
         return peers

@@ -20,6 +20,7 @@ from ferrodist.deadline import Deadline, check_timeout, default_timeout
 from ferrodist.errors import InvalidWorldSizeError, RankFailedError
 from ferrodist.testing.backend_names import RANKS_BACKENDS
 from ferrodist.testing.supervisor import RankProgram, RankSet, is_own_frame, supervise
+from ferrodist.torch_private.operators import create_operators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -200,6 +201,7 @@ class ThreadRanks(RankSet):
         def run(rank: int) -> None:
             replace(program, open_group=open_group).run(rank, self._events.put, self._may_close.wait)
 
+        create_operators()  # before threads would
         self._threads = [
             threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)
         ]

@@ -4,6 +4,7 @@
 `OpOverload._schema`, `_op`, `_overloadname`         2.10 to 2.15
 `OpOverload._can_decompose`                          2.10 to 2.15
 `torch.ops.aten._...`: `private_aten`                2.10 to 2.15, all of `_NAMES`
+`torch._C._dispatch_get_all_op_names`                2.10 to 2.15
 ===================================================  =================================
 
 No program calls an operator that its torch lacks: a placeholder, which equals no operator, stands for it.
@@ -11,6 +12,8 @@ No program calls an operator that its torch lacks: a placeholder, which equals n
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,6 +96,22 @@ def overloads(names: str) -> Iterator[torch._ops.OpOverload]:
             gives_tensors = all(str(one.type) in ("Tensor", "List[Tensor]") for one in schema_of(found).returns)
             if takes_tensors and gives_tensors and (not written or written[0] == arguments[0].name):
                 yield found
+
+
+@functools.cache
+def create_operators() -> None:
+    """Create the objects of torch's operators, which takes half a second: threads may not create them.
+
+    The dispatcher keeps the object of an operator that a tensor subclass has met, but no reference to it. Two threads
+    that meet an operator for the first time each create an object; `torch.ops` keeps the second. If the dispatcher has
+    the first, later calls crash (torch 2.13 to 2.15), or the call fails with "expected != self_interpreter INTERNAL
+    ASSERT FAILED" (2.10).
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, operator = name.partition("::")
+        packet, _, overload = operator.partition(".")
+        with contextlib.suppress(AttributeError, RuntimeError):  # it has none, as when its module was not imported
+            getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 def plain_call(operator: Any) -> Callable[..., Any]:
