@@ -35,8 +35,8 @@ COLLECTIVES = "tests/unit/collectives"
 SUBJECTS = {
     "torch backend": [
         *("tests/unit/torch_backend", "tests/torch_backend"),
-        *(f"tests/programs/test_{name}.py" for name in ("torch_examples", "torch_suite", "transformers")),
-        "tests/programs/test_transformers_generate.py",
+        *(f"tests/programs/test_{name}.py" for name in ("torch_examples", "torch_suite", "auto_plans")),
+        *(f"tests/programs/test_{name}.py" for name in ("transformers", "transformers_generate")),
     ],
     "tensors": ["tests/unit/tensor"],
     "parallel": ["tests/unit/parallel", "tests/multiprocess/test_fsdp_against_torch.py"],
