@@ -34,7 +34,7 @@ class SimulatedBackend(MailboxBackend):
     def create_group(
         cls, world_size: int, *, timeout: float | None = None, name: str = "world"
     ) -> list[SimulatedBackend]:
-        """Make a group.
+        """Make a group. The first one in a process takes up to 0.6 s, for torch's operators.
 
         Args:
             world_size: Number of ranks, at least 1.

@@ -100,7 +100,7 @@ def overloads(names: str) -> Iterator[torch._ops.OpOverload]:
 
 @functools.cache
 def create_operators() -> None:
-    """Create the objects of torch's operators, which takes half a second: threads may not create them.
+    """Create the objects of torch's operators, in 0.2 to 0.6 s, since several threads can't do it safely.
 
     The dispatcher keeps the object of an operator that a tensor subclass has met, but no reference to it. Two threads
     that meet an operator for the first time each create an object; `torch.ops` keeps the second. If the dispatcher has
