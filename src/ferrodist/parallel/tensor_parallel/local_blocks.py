@@ -9,8 +9,13 @@ tensors; its sharded layers sum what has to be summed.
 That code is right for this is not assumed but tried. The first forward of a kind (`_Kind`) is on DTensors; then the
 block computes random inputs with random parameters in both ways, and the ranks compare results, and gradients if there
 are any, bit by bit. If all are equal on all ranks, later forwards of that kind run on local tensors, else they go on
-with DTensors: code that uses the number of heads or features, parameters in between, or dropout. A trial is no proof:
-it does not see what changes the code's path later, so programs ask for local blocks.
+with DTensors: code that uses the number of heads or features, parameters in between, or dropout.
+
+What may change the code's path later makes a forward one of another kind, which is tried anew: attributes of the
+block's modules and what is in them, such as a configuration (`BlockState`), arguments, and sizes that are two times as
+large. A block stays on DTensors if its code reads values of tensors, has state from forward to forward, takes gradients
+of tensors that it does not own, or returns an input. A trial does not see what the code reads elsewhere: variables of
+its module, or counters behind a function.
 
 A forward without gradients may also update a key-value cache, as in decoding: a trial works on copies of the cache, and
 compares what is in them afterwards (`local_caches`).
@@ -20,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,9 +32,19 @@ from torch import nn
 
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.errors import DistributedError
+from ferrodist.parallel.tensor_parallel.block_state import BlockState
+from ferrodist.parallel.tensor_parallel.block_trials import (
+    SIMPLE_TYPES,
+    RefuseReads,
+    are_equal,
+    find_cached,
+    generator_states,
+    share_memory,
+    structure_of,
+    values_and_grads,
+)
 from ferrodist.parallel.tensor_parallel.local_caches import (
     LocalCache,
-    cached_tensors,
     copy_cache,
     is_cache,
     map_caches,
@@ -59,16 +73,17 @@ from ferrodist.torch_private.modules import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ferrodist.mesh import DeviceMesh
 
 _REPLICATED = (Replicate(),)
-_SIMPLE_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device)
-_MOST_TRIALS = 2
-"""The number of shapes of inputs with which a kind of forward is tried."""
+_LEAST_TRIALS = 2
+"""The number of shapes of inputs with which a kind of forward is tried, even if they are about as large."""
 _MOST_KINDS = 8
 """The number of kinds of a block's forward that are tried; a number among the arguments may be another in each."""
+_MOST_STATES = 8
+"""The number of states of a block's modules that are told apart; an attribute may be another in each forward."""
 
 
 def find_local_blocks(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, nn.Module]:
@@ -154,8 +169,32 @@ def _is_even(style: Style, parameters: Sequence[torch.Tensor]) -> bool:
 class _Kind(NamedTuple):
     """A kind of forwards that all run in the same way: what decides the code's path, but for sizes."""
 
+    state: int
     settings: tuple[bool, ...]
     arguments: tuple[Any, ...]
+
+
+class _Trials:
+    """The sizes of inputs with which a kind of forwards was tried."""
+
+    def __init__(self) -> None:
+        self.sizes: set[tuple[torch.Size, ...]] = set()
+        self._magnitudes: set[tuple[int, ...]] = set()
+
+    def has_seen(self, sizes: tuple[torch.Size, ...]) -> bool:
+        """Return whether inputs of these sizes need no trial."""
+        is_new = len(self.sizes) < _LEAST_TRIALS and sizes not in self.sizes
+        return not is_new and _magnitudes(sizes) in self._magnitudes
+
+    def add(self, sizes: tuple[torch.Size, ...]) -> None:
+        """Add the sizes of a trial that succeeded."""
+        self.sizes.add(sizes)
+        self._magnitudes.add(_magnitudes(sizes))
+
+
+def _magnitudes(sizes: tuple[torch.Size, ...]) -> tuple[int, ...]:
+    """For each dim the number of bits of its size."""
+    return tuple([dim.bit_length() for size in sizes for dim in size])
 
 
 class LocalBlock:
@@ -175,31 +214,39 @@ class LocalBlock:
         self._numbers: list[tuple[dict[str, Any], int]] = []
         """The dictionaries of parameters and children, and the numbers of their entries."""
         self._is_whole = True
-        """Whether the parameters are still those that `parallelize` has made: FSDP has its own."""
-        self._sizes: dict[_Kind, set[Any]] = {}
+        """Whether modules and parameters are still those that `parallelize` has made: FSDP has its own."""
+        self._states: list[BlockState] = []
+        self._state = 0
+        """The number of the last forward's state."""
+        self._trials: dict[_Kind, _Trials] = {}
         self._distributed: set[_Kind] = set()
         """The kinds that failed a trial."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies have: they find their own parts and states, and are tried anew."""
+        state = dict(self.__dict__)
+        state |= {"_local_modules": None, "_parts": [], "_numbers": [], "_states": [], "_state": 0, "_is_whole": True}
+        return state | {"_trials": {}, "_distributed": set()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the block."""
         if is_compiling() or LOCAL_CALL.get() is not None or not self._is_plain_call():
             return self._forward(*args, **kwargs)
-        sizes: list[Any] = []
+        found: list[torch.Size] = []
         try:
-            kind = self._find_kind(args, kwargs, sizes)
+            kind = self._find_kind(args, kwargs, found)
         except NotLocalError:
             return self._forward(*args, **kwargs)
-        is_untried = kind not in self._sizes and len(self._sizes) >= _MOST_KINDS
+        is_untried = kind not in self._trials and len(self._trials) >= _MOST_KINDS
         if is_untried or kind in self._distributed:
             return self._forward(*args, **kwargs)
-        tried = self._sizes.setdefault(kind, set())
-        key = tuple(sizes)
-        if key in tried or len(tried) >= _MOST_TRIALS:
+        sizes = tuple(found)
+        if self._trials.setdefault(kind, _Trials()).has_seen(sizes):
             with contextlib.suppress(NotLocalError):
                 return self._compute_locally(args, kwargs)
             self._distributed.add(kind)
             return self._forward(*args, **kwargs)
-        return self._try_out(kind, key, args, kwargs)
+        return self._try_out(kind, sizes, args, kwargs)
 
     def _is_plain_call(self) -> bool:
         """Return whether nothing looks into the forward or changes what operators do."""
@@ -228,26 +275,36 @@ class LocalBlock:
             if "forward" in one.__dict__:
                 self._parts.append((one.__dict__, "forward", one.__dict__["forward"]))
         found = {id(part) for _, _, part in self._parts}
-        self._is_whole = all(id(parameter) in found for parameter in self._parameters)
+        has_same_modules = list(map(id, self._module.modules())) == list(map(id, self._modules))
+        self._is_whole = has_same_modules and all(id(parameter) in found for parameter in self._parameters)
         return self._parts
 
-    def _find_kind(self, args: Any, kwargs: Any, sizes: list[Any]) -> _Kind:
+    def _find_state(self) -> int:
+        """The number of the modules' state. NotLocalError: there were too many."""
+        states = self._states
+        if not states or not states[self._state].is_current():
+            numbers = (number for number, one in enumerate(states) if one.is_current())
+            self._state = next(numbers, len(states))
+            if self._state == _MOST_STATES:
+                self._is_whole, self._states = False, []  # which keep what attributes had
+                raise NotLocalError
+            if self._state == len(states):
+                states.append(BlockState(self._modules))
+        return self._state
+
+    def _find_kind(self, args: Any, kwargs: Any, sizes: list[torch.Size]) -> _Kind:
         """The kind of a forward, whose sizes are added to a list. NotLocalError: it must be on DTensors."""
-        settings = (
-            torch.is_grad_enabled(),
-            *[one.training for one in self._modules],
-            *[parameter.requires_grad for parameter in self._parameters],
-        )
+        settings = (torch.is_grad_enabled(), *[parameter.requires_grad for parameter in self._parameters])
         positional = tuple([self._describe_argument(one, sizes) for one in args])
         named = tuple([(name, self._describe_argument(one, sizes)) for name, one in kwargs.items()])
-        return _Kind(settings, (positional, named))
+        return _Kind(self._find_state(), settings, (positional, named))
 
-    def _describe_argument(self, value: Any, sizes: list[Any]) -> Any:
+    def _describe_argument(self, value: Any, sizes: list[torch.Size]) -> Any:
         if not torch.is_grad_enabled() and is_cache(value):
             return type(value)
         return self._describe(value, sizes)
 
-    def _describe(self, value: Any, sizes: list[Any]) -> Any:
+    def _describe(self, value: Any, sizes: list[torch.Size]) -> Any:
         if isinstance(value, torch.Tensor):
             if isinstance(value, DTensor) and (
                 value.placements != _REPLICATED or value.mesh.identity != self._mesh.identity
@@ -257,7 +314,7 @@ class LocalBlock:
                 raise NotLocalError
             sizes.append(value.shape)
             return (isinstance(value, DTensor), value.dtype, value.dim(), value.requires_grad)
-        if type(value) in _SIMPLE_TYPES:
+        if type(value) in SIMPLE_TYPES:
             return (type(value), value)
         if type(value) is tuple:
             return tuple([self._describe(one, sizes) for one in value])
@@ -304,22 +361,21 @@ class LocalBlock:
             check.record("the forward", tensor, self._mesh)
         return tensor
 
-    def _try_out(self, kind: _Kind, sizes: Any, args: Any, kwargs: Any) -> Any:
+    def _try_out(self, kind: _Kind, sizes: tuple[torch.Size, ...], args: Any, kwargs: Any) -> Any:
         """Compute a forward on DTensors, and then try out its kind; all ranks do."""
         given = find_dtensors([args, kwargs])
         before = map_caches(copy_cache, args, kwargs)
         versions = [version_of(one) for one in given if not one.is_inference()]
-        attributes = [dict(one.__dict__) for one in self._modules]
-        generator = torch.get_rng_state()
+        generators = generator_states()
         result = self._forward(*args, **kwargs)
         is_pure = (
             versions == [version_of(one) for one in given if not one.is_inference()]
-            and torch.equal(generator, torch.get_rng_state())
-            and all(_are_same(own, one.__dict__) for own, one in zip(attributes, self._modules, strict=True))
+            and generators == generator_states()
+            and self._states[kind.state].is_current()
         )
         # Ranks may differ in the first, and the second takes all of them.
         if self._agree(is_pure) and self._agree(self._are_ways_equal(*before)):
-            self._sizes[kind].add(sizes)
+            self._trials[kind].add(sizes)
         else:
             self._distributed.add(kind)
         return result
@@ -342,52 +398,15 @@ class LocalBlock:
             try:
                 own_args, own_kwargs = map_caches(copy_cache, args, kwargs)
                 result = self._forward(*own_args, **own_kwargs)
-                structure, expected = _structure_of(result), _values_and_grads(result, inputs)
-                expected += _find_cached(own_args, own_kwargs)
-                result = self._compute_locally(args, kwargs, is_trial=True)
-                is_similar, found = _structure_of(result) == structure, _values_and_grads(result, inputs)
-                found += _find_cached(args, kwargs)
+                structure, expected = structure_of(result), values_and_grads(result, inputs)
+                expected += find_cached(own_args, own_kwargs)
+                with RefuseReads():
+                    result = self._compute_locally(args, kwargs, is_trial=True)
+                is_similar = structure_of(result) == structure and not share_memory(result, inputs)
+                found = values_and_grads(result, inputs)
+                found += find_cached(args, kwargs)
             except DistributedError:
                 raise
             except Exception:  # noqa: BLE001 - the module's code can't compute on local tensors
                 return False
-        return is_similar and len(expected) == len(found) and all(map(_are_equal, expected, found))
-
-
-def _structure_of(result: Any) -> Any:
-    """A result but for the values of its tensors. NotLocalError: it has objects of other types."""
-    if isinstance(result, torch.Tensor):
-        return (type(result), result.dtype, result.shape)
-    if type(result) in _SIMPLE_TYPES:
-        return (type(result), result)
-    if isinstance(result, Mapping):
-        return (type(result), *[(name, _structure_of(one)) for name, one in result.items()])
-    if isinstance(result, list | tuple):
-        return (type(result), *map(_structure_of, result))
-    raise NotLocalError
-
-
-def _values_and_grads(result: Any, inputs: Sequence[torch.Tensor]) -> list[Any]:
-    """The tensors of a result, and the gradients of inputs by random gradients of these."""
-    results = find_dtensors(result)
-    roots = [one for one in results if one.requires_grad]
-    leaves = [one for one in inputs if one.requires_grad]
-    if not roots or not torch.is_grad_enabled():
-        return list(results)
-    cotangents = [random_like(one.detach(), 1000 + number) for number, one in enumerate(roots)]
-    return [*results, *torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)]
-
-
-def _find_cached(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The keys and values in the caches among the arguments of a forward."""
-    return [tensor for one in [*args, *kwargs.values()] if is_cache(one) for tensor in cached_tensors(one)]
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    if {type(one), type(other)} != {DTensor}:
-        return one is other
-    return one.placements == other.placements and torch.equal(one.detach().to_local(), other.detach().to_local())
-
-
-def _are_same(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    return len(before) == len(after) and all(after.get(name) is value for name, value in before.items())
+        return is_similar and len(expected) == len(found) and all(map(are_equal, expected, found))

@@ -104,7 +104,7 @@ def parallelize(
     check: bool = False,
     fallback: str = "replicate",
     init: Callable[[nn.Module], object] | str | None = None,
-    local_blocks: bool = False,
+    local_blocks: bool = True,
 ) -> _Module:
     """Shard a module over the ranks of a mesh by a plan; every rank of the mesh calls this.
 
@@ -141,7 +141,7 @@ def parallelize(
             then allocates its shards alone, and nothing is sent. Buffers are initialised as by None.
         local_blocks: Whether blocks of linear layers and norms, as a decoder's layers, compute on local tensors once
             the ranks have found that this gives the same bits: in the first forwards of a kind, which take longer.
-            For code without state of its own: a trial can't see what later changes its path, such as an attribute.
+            Not with ``check=True``. False is for code that variables outside of the model send another way later.
 
     Returns:
         ``module``.

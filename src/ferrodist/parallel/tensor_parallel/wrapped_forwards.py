@@ -216,7 +216,7 @@ class ReplicatedForward:
     """
 
     def __init__(self, forward: Callable[..., Any], path: str, state: ParallelState) -> None:
-        functools.update_wrapper(self, forward)
+        functools.update_wrapper(self, forward, updated=())  # not the attributes of a wrapper inside
         self._forward, self._path, self._state = forward, path, state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -94,7 +94,13 @@ def states(model: nn.Module) -> list[str]:
         while forward is not None and not isinstance(forward, LocalBlock):
             forward = getattr(forward, "_forward", None)
         if isinstance(forward, LocalBlock):
-            found.append("local" if any(forward._sizes.values()) else "distributed" if forward._distributed else "")
+            found.append(
+                "local"
+                if any(one.sizes for one in forward._trials.values())
+                else "distributed"
+                if forward._distributed
+                else ""
+            )
     return found
 
 
@@ -121,8 +127,8 @@ def test_blocks_train_with_the_bits_of_dtensors(n):
 
     def program(group):
         mesh = fd.DeviceMesh(group, (n,))
-        model = fd.parallelize(seeded(), mesh, PLAN, local_blocks=True)
-        other = fd.parallelize(seeded(), mesh, PLAN)
+        model = fd.parallelize(seeded(), mesh, PLAN)
+        other = fd.parallelize(seeded(), mesh, PLAN, local_blocks=False)
         assert same(train(model), train(other))
         steps = []
         for one in (model, other):
@@ -145,7 +151,7 @@ def test_one_process_is_what_they_compute():
         optimizer.step()
 
     def program(group):
-        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN, local_blocks=True)
+        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN)
         trained = train(model)[3:]
         for one, other in zip(trained, expected.parameters(), strict=True):
             torch.testing.assert_close(one, other.detach(), rtol=1e-4, atol=1e-5)
@@ -253,8 +259,8 @@ def test_code_that_needs_dtensors_keeps_them(kind, expected):
     def program(group):
         torch.manual_seed(1)
         mesh = fd.DeviceMesh(group, (2,))
-        model = fd.parallelize(seeded(kind), mesh, PLAN, local_blocks=True)
-        other = fd.parallelize(seeded(kind), mesh, PLAN)
+        model = fd.parallelize(seeded(kind), mesh, PLAN)
+        other = fd.parallelize(seeded(kind), mesh, PLAN, local_blocks=False)
         if kind is not Dropping:
             assert same(train(model), train(other))
         else:
@@ -312,14 +318,14 @@ def test_other_numbers_in_each_call_are_not_tried_forever():
     """A factor that changes with the steps makes each forward one of a new kind."""
 
     def program(group):
-        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN, local_blocks=True)
-        other = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN)
+        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN)
+        other = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN, local_blocks=False)
         counts = []
         for step in range(12):
             with torch.no_grad():
                 assert same([model(batch(), 1.0 + step)], [other(batch(), 1.0 + step)])
             forward = model.blocks[0].forward._forward
-            counts.append(len(forward._sizes))
+            counts.append(len(forward._trials))
         return counts
 
     assert run_ranks(program, 2) == [[*range(1, 9), 8, 8, 8, 8]] * 2
@@ -360,7 +366,7 @@ def test_who_looks_into_a_block_sees_dtensors():
     """Hooks of modules inside, checkpoints, and modes see what they see without local blocks."""
 
     def program(group):
-        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN, local_blocks=True)
+        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN)
         train(model)
         assert states(model) == ["local"] * 2
         seen = []
@@ -402,7 +408,7 @@ def test_copies_have_blocks_of_their_own():
     """A copy computes with its own parameters, and goes on without another trial."""
 
     def program(group):
-        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN, local_blocks=True)
+        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN)
         train(model)
         other = copy.deepcopy(model)
         before = model(batch())
@@ -420,7 +426,7 @@ def test_shards_of_unequal_size_stay_distributed():
     """Ranks whose code may differ must not try it, for one of them could wait for the others."""
 
     def program(group):
-        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (5,)), PLAN, local_blocks=True)
+        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (5,)), PLAN)
         train(model)
         return states(model)
 
