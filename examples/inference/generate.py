@@ -3,8 +3,8 @@
     pip install transformers
     ferrodist run --nproc-per-node 2 examples/inference/generate.py [--model FOLDER] [--prompt TEXT] [--tokens 64]
 
-Each rank has a share of every layer, and computes with its own cores and memory. Blocks compute on local tensors
-(``local_blocks``), so a token costs two sums of a few kilobytes a layer and little else. ``--model`` is a folder that
+Each rank has a share of every layer, and computes with its own cores and memory. Blocks compute on local tensors,
+so a token costs two sums of a few kilobytes a layer and little else. ``--model`` is a folder that
 transformers can load, with its tokenizer; each rank reads the weights of its own shards. Without it the model is a
 Llama with random weights, whose text means nothing and whose speed is that of a real one of its size.
 """
@@ -38,7 +38,7 @@ def load_model(folder: str | None, mesh: fd.DeviceMesh) -> tuple[Any, Any]:
         config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    fd.parallelize(model, mesh, "auto", local_blocks=True, init=None if folder is None else "empty")
+    fd.parallelize(model, mesh, "auto", init=None if folder is None else "empty")
     if folder is None:
         return model, None
     fd.checkpoint.load_hugging_face(folder, model)
