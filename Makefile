@@ -1,6 +1,6 @@
 # make demo    train a real model over two ranks, and plot it
 # make test    run the tests, with one summary at the end
-# make test-programs  run examples, demo, benchmark, MPI, Hugging Face's models and torch's own suite as users do
+# make test-programs  run examples, demo, benchmark, MPI, Hugging Face's models, torch.compile and torch's own suite
 # make sanitize  run the native tests under the sanitizers
 # make test-torch TORCH=2.15.0  run the tests that touch torch's insides with another torch, in an environment of its own
 # make zoo     distribute models of many families in each way, against one process (takes long)

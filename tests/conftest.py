@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from importlib.metadata import entry_points
+
+import pytest
 
 # Process ranks are forked from this process. A pool of torch threads here would be missing, but waited for, in them.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -36,3 +39,14 @@ def pytest_runtest_logfinish() -> None:
     if len(gc.get_objects()) > _MANY_OBJECTS:
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture
+def compiler() -> None:
+    """Load torch's compiler once for all ranks, and let it compile whatever tests before have done.
+
+    torch 2.10 has one flag for all threads that says whether one of them is in a dispatch mode. Two threads that were
+    in modes at once can leave it set, and then nothing is compiled in the process and in those that it forks.
+    """
+    importlib.import_module("torch._dynamo").lookup_backend("aot_eager")
+    importlib.import_module("torch.utils._python_dispatch")._is_in_any_mode_without_ignore_compile_internals = False

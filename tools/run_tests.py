@@ -51,7 +51,8 @@ PARTS = {
 """The files and folders of each part; "others" has all that the other parts leave."""
 
 RUN_ALONE = "programs"
-"""The part that runs only by its name: examples, demo, benchmark, MPI, Hugging Face's models, torch's own suite."""
+"""The part that runs only by its name: examples, demo, benchmark, MPI, Hugging Face's models, torch's own suite, and
+what torch's compiler compiles."""
 
 _NUM_AT_ONCE = 5
 _POLL_INTERVAL_SECONDS = 0.5

@@ -39,7 +39,10 @@ SUBJECTS = {
         *(f"tests/programs/test_{name}.py" for name in ("transformers", "transformers_generate")),
     ],
     "tensors": ["tests/unit/tensor"],
-    "parallel": ["tests/unit/parallel", "tests/multiprocess/test_fsdp_against_torch.py"],
+    "parallel": [
+        *("tests/unit/parallel", "tests/multiprocess/test_fsdp_against_torch.py"),
+        *(f"tests/programs/test_compiled_{name}.py" for name in ("models", "parallel_models")),
+    ],
     "checkpoints": [
         *(f"{CHECKPOINTS}/test_conversion_{kind}.py" for kind in ("dcp", "hugging_face", "torch")),
         f"{CHECKPOINTS}/test_parallel_checkpoints.py",
@@ -48,7 +51,8 @@ SUBJECTS = {
         f"{CHECKPOINTS}/test_random_state.py",
     ],
     "collectives": [
-        *(f"{COLLECTIVES}/test_{name}.py" for name in ("signatures", "collective_autograd", "compiled_collectives")),
+        *(f"{COLLECTIVES}/test_{name}.py" for name in ("signatures", "collective_autograd")),
+        "tests/programs/test_compiled_collectives.py",
         *(
             f"{COLLECTIVES}/test_{name}.py"
             for name in ("default_device", "inference_mode", "other_differentiation", "views")
