@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.torch_private.autograd import increment_version
 from ferrodist.torch_private.tensors import no_torch_dispatch, storage_identity
 
 VIEW_COPIES: dict[int, list[weakref.ref[ViewCopy]]] = {}
@@ -127,8 +128,15 @@ def rebind(tensor: Any, source: Any) -> Any:
     return tensor
 
 
+def count_write(tensor: Any) -> None:
+    """Let autograd see a write to a tensor's shard, which local operators may have saved for their gradients."""
+    if not tensor._local.is_inference():
+        increment_version((tensor._local,))
+
+
 def after_write(tensor: Any) -> None:
     """Bring a write to a tensor to all others that share memory with the full tensor."""
+    count_write(tensor)
     if tensor._view_copy is not None:
         tensor._view_copy.write_back()
     if VIEW_COPIES:

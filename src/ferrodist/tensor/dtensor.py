@@ -11,7 +11,7 @@ import torch
 from ferrodist.collectives.arguments import check_layout, check_shape
 from ferrodist.collectives.reduce_op import ReduceOp, check_dtype
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.tensor.copied_views import VIEW_COPIES, ViewCopy, ViewKind, after_write, register_view
+from ferrodist.tensor.copied_views import VIEW_COPIES, ViewCopy, ViewKind, after_write, count_write, register_view
 from ferrodist.tensor.dispatch import (
     KEYED_BY_VALUE,
     CachedDispatch,
@@ -150,6 +150,8 @@ class DTensor(torch.Tensor):
                 if dispatch_kind is _IN_PLACE:
                     if VIEW_COPIES:
                         after_write(args[0])
+                    else:
+                        count_write(args[0])
                     return args[0]
                 return wrap_results(cached, result, args[0], DTensor)
         value = None  # `plain_tensors` counts references to arguments

@@ -46,6 +46,7 @@ class ReplicaCheck:
         self.mesh, self.is_immediate = mesh, immediate
         self.replication_warnings = replication_warnings  # None: operators without a rule are refused
         self.path = ""  # the path of the module whose forward runs
+        self.is_paused = False  # whether nothing is recorded: code is tried out, with random values
         self._entries: list[_Entry | Callable[[], _Entry]] = []
         self._due: _Entry | None = None  # the first entry that requires an exchange
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, bool]] = {}
@@ -55,7 +56,7 @@ class ReplicaCheck:
 
         If it is not due, it requires no exchange: it is compared, and only then read, if there is one anyway.
         """
-        if mesh.group.world_size == 1 or not tensor.numel():
+        if mesh.group.world_size == 1 or not tensor.numel() or self.is_paused:
             return
         is_due = is_due or self.is_immediate
         version = -1 if tensor.is_inference() else version_of(tensor)

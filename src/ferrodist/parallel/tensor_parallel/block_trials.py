@@ -2,41 +2,92 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from ferrodist.parallel.tensor_parallel.local_caches import cached_tensors, is_cache
 from ferrodist.parallel.tensor_parallel.local_calls import NotLocalError
 from ferrodist.parallel.tensor_parallel.wrapped_forwards import find_dtensors
 from ferrodist.tensor.dtensor import DTensor
+from ferrodist.tensor.plain_tensors import ACTIVE_CHECK
 from ferrodist.tensor.trial_values import random_like
 from ferrodist.torch_private.autograd import accumulate_grad_type
 from ferrodist.torch_private.modes import DispatchMode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 SIMPLE_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 """The types of arguments and results that are compared by value."""
 
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_REFUSED = {
+    *(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__),
+    *(torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook),
+}
 
 
-class RefuseReads(DispatchMode):  # type: ignore[misc]
-    """A mode in which operators that read values of tensors, as ``item``, raise NotLocalError.
-
-    With other values the code could take another path.
-    """
+class _RefuseOperators(DispatchMode):  # type: ignore[misc]
+    """A mode in which operators that read values of tensors, as ``item``, raise NotLocalError."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _READS.isdisjoint(func.tags):
             raise NotLocalError
         return func(*args, **(kwargs or {}))
+
+
+class _RefuseFunctions(TorchFunctionMode):
+    """A mode in which the methods of `_REFUSED` raise NotLocalError, unless a collective calls them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _REFUSED and not sys._getframe(1).f_globals.get("__name__", "").startswith("ferrodist."):  # noqa: SLF001
+            raise NotLocalError
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def refuse_reads() -> Iterator[None]:
+    """A block in which code may neither read values of tensors nor hook their gradients: NotLocalError.
+
+    With other values the code could take another path, and hooks would see this rank's part of a gradient.
+    """
+    with _RefuseOperators(), _RefuseFunctions():
+        yield
+
+
+@contextlib.contextmanager
+def paused_check() -> Iterator[None]:
+    """A block in which plain tensors aren't recorded for a comparison between the ranks."""
+    check = ACTIVE_CHECK.get()
+    assert check is not None, "the block of a parallel model"
+    before, check.is_paused = check.is_paused, True
+    try:
+        yield
+    finally:
+        check.is_paused = before
+
+
+def random_plain(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """A tensor like a plain one of floats or truth values, the same for a seed; others are returned as they are.
+
+    The values of the first forwards may hide a difference, as a mask does that hides nothing.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if tensor.is_floating_point() and not tensor.requires_grad:
+        return torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.dtype)
+    if tensor.dtype is torch.bool:
+        made = torch.randint(2, tensor.shape, generator=generator, dtype=torch.uint8).bool()
+        made[..., :1] = True  # a row of a mask without any gives NaN
+        return made
+    return tensor
 
 
 def structure_of(result: Any) -> Any:

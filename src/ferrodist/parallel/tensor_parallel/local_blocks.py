@@ -11,11 +11,15 @@ block computes random inputs with random parameters in both ways, and the ranks 
 are any, bit by bit. If all are equal on all ranks, later forwards of that kind run on local tensors, else they go on
 with DTensors: code that uses the number of heads or features, parameters in between, or dropout.
 
-What may change the code's path later makes a forward one of another kind, which is tried anew: attributes of the
-block's modules and what is in them, such as a configuration (`BlockState`), arguments, and sizes that are two times as
-large. A block stays on DTensors if its code reads values of tensors, has state from forward to forward, takes gradients
-of tensors that it does not own, or returns an input. A trial does not see what the code reads elsewhere: variables of
-its module, or counters behind a function.
+A trial is a message of all ranks, so what decides whether there is one is the same on all: the call's arguments and the
+mode. What may differ between ranks, as hooks or attributes, lets a rank compute on DTensors, which sends the same
+messages as local tensors do.
+
+A trial proves something only for code whose path stays the same. Attributes of the block's modules, and what is in
+them, are compared in each forward (`BlockState`); sizes are tried again when they have doubled; and a block stays on
+DTensors if its code reads values of tensors, takes gradients of tensors that it does not own, or returns an input. Code
+can still have state that nobody sees, and a trial would change it. So blocks of `KNOWN_PACKAGES` alone are tried,
+unless a program says that all may be.
 
 A forward without gradients may also update a key-value cache, as in decoding: a trial works on copies of the cache, and
 compares what is in them afterwards (`local_caches`).
@@ -32,13 +36,15 @@ from torch import nn
 
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.errors import DistributedError
-from ferrodist.parallel.tensor_parallel.block_state import BlockState
+from ferrodist.parallel.tensor_parallel.block_state import BlockState, UnknownStateError
 from ferrodist.parallel.tensor_parallel.block_trials import (
     SIMPLE_TYPES,
-    RefuseReads,
     are_equal,
     find_cached,
     generator_states,
+    paused_check,
+    random_plain,
+    refuse_reads,
     share_memory,
     structure_of,
     values_and_grads,
@@ -54,13 +60,13 @@ from ferrodist.parallel.tensor_parallel.local_forwards import LinearForward, Nor
 from ferrodist.parallel.tensor_parallel.local_modules import LocalModules
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, RowParallel, Style
 from ferrodist.parallel.tensor_parallel.wrapped_forwards import find_dtensors, map_nested
-from ferrodist.tensor.dtensor import DTensor, wrap_local
+from ferrodist.tensor.dtensor import DTensor, is_grad_placement_hook, wrap_local
 from ferrodist.tensor.placement import Replicate, Shard
 from ferrodist.tensor.plain_tensors import ACTIVE_CHECK
 from ferrodist.tensor.redistribute import unrecorded
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.tensor.trial_values import random_like, with_random_values
-from ferrodist.torch_private.autograd import has_saved_tensor_hooks, version_of
+from ferrodist.torch_private.autograd import backward_hooks, has_saved_tensor_hooks, version_of
 from ferrodist.torch_private.compilers import is_compiling
 from ferrodist.torch_private.modes import num_dispatch_modes, num_function_modes
 from ferrodist.torch_private.modules import (
@@ -68,7 +74,6 @@ from ferrodist.torch_private.modules import (
     has_hooks,
     is_compiled,
     own_buffers,
-    own_modules,
     own_parameters,
 )
 
@@ -78,29 +83,41 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
 
 _REPLICATED = (Replicate(),)
+_DIFFERENT, _EQUAL, _REFUSED = b"\0", b"\1", b"\2"
+"""What a rank says of a trial; it refuses one if something looks into the forward."""
 _LEAST_TRIALS = 2
 """The number of shapes of inputs with which a kind of forward is tried, even if they are about as large."""
 _MOST_KINDS = 8
 """The number of kinds of a block's forward that are tried; a number among the arguments may be another in each."""
-_MOST_STATES = 8
-"""The number of states of a block's modules that are told apart; an attribute may be another in each forward."""
+_MOST_REFUSALS = 3
+"""The number of trials of a kind that ranks may refuse before it stays on DTensors."""
+
+KNOWN_PACKAGES = ("torch", "transformers", "peft")
+"""The packages whose modules keep no state from forward to forward that `BlockState` does not see."""
 
 
-def find_local_blocks(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, nn.Module]:
+def find_local_blocks(module: nn.Module, styles: Mapping[str, Style], *, takes_all: bool) -> dict[str, nn.Module]:
     """The modules by their paths that may compute on local tensors, of a model whose forwards are wrapped.
 
     The largest ones, but for those with several blocks of a class: a trial takes memory for a block's parameters.
+    Unless ``takes_all``, only those of `KNOWN_PACKAGES`.
     """
     blocks = {
         path: one
         for path, one in module.named_modules()
-        if type(one).forward is not nn.Module.forward and _is_block(path, one, styles)
+        if type(one).forward is not nn.Module.forward
+        and _is_block(path, one, styles)
+        and (takes_all or all(map(_is_known, one.modules())))
     }
     found: dict[str, nn.Module] = {}
     for path, one in blocks.items():
         if not _is_inside_of_any(path, found) and not _has_repeated(path, blocks):
             found[path] = one
     return found
+
+
+def _is_known(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] in KNOWN_PACKAGES
 
 
 def _is_inside_of_any(path: str, outer: Iterable[str]) -> bool:
@@ -169,15 +186,18 @@ def _is_even(style: Style, parameters: Sequence[torch.Tensor]) -> bool:
 class _Kind(NamedTuple):
     """A kind of forwards that all run in the same way: what decides the code's path, but for sizes."""
 
-    state: int
     settings: tuple[bool, ...]
     arguments: tuple[Any, ...]
 
 
 class _Trials:
-    """The sizes of inputs with which a kind of forwards was tried."""
+    """The sizes of inputs with which a kind of forwards was tried, the same on all ranks."""
 
     def __init__(self) -> None:
+        self.has_failed = False
+        self.num_refusals = 0
+        self.has_given_up = False
+        """Whether this rank goes on with DTensors, after a forward that was no local one."""
         self.sizes: set[tuple[torch.Size, ...]] = set()
         self._magnitudes: set[tuple[int, ...]] = set()
 
@@ -206,98 +226,88 @@ class LocalBlock:
         self._mesh = mesh
         self._module, self._modules = module, list(module.modules())
         self._local_modules: LocalModules | None = None
-        self._parameters = [
-            parameter for one in self._modules for parameter in own_parameters(one).values() if parameter is not None
-        ]
-        self._parts: list[tuple[dict[str, Any], str, Any]] = []
-        """The parameters, children and forwards inside of the block, each as a dictionary's entry."""
-        self._numbers: list[tuple[dict[str, Any], int]] = []
-        """The dictionaries of parameters and children, and the numbers of their entries."""
-        self._is_whole = True
-        """Whether modules and parameters are still those that `parallelize` has made: FSDP has its own."""
-        self._states: list[BlockState] = []
-        self._state = 0
-        """The number of the last forward's state."""
-        self._trials: dict[_Kind, _Trials] = {}
-        self._distributed: set[_Kind] = set()
-        """The kinds that failed a trial."""
+        self._specs = [getattr(one, "_spec", None) for one in self._find_parameters()]
+        """The specs of the parameters that `parallelize` has made: those of FSDP have others."""
+        self._state: BlockState | None = None
+        """The state of the modules in the first forward, None before it and if it can't be compared."""
+        self._trials: dict[_Kind, _Trials] | None = None
+        """The kinds of forwards, None before the first one."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies have: they find their own parts and states, and are tried anew."""
-        state = dict(self.__dict__)
-        state |= {"_local_modules": None, "_parts": [], "_numbers": [], "_states": [], "_state": 0, "_is_whole": True}
-        return state | {"_trials": {}, "_distributed": set()}
+        """What copies have: their modules are others, which are tried anew."""
+        return {**self.__dict__, "_local_modules": None, "_state": None, "_trials": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the block."""
-        if is_compiling() or LOCAL_CALL.get() is not None or not self._is_plain_call():
+        sizes: list[torch.Size] = []
+        trials = self._find_trials(args, kwargs, sizes)
+        if trials is not None and not trials.has_seen(tuple(sizes)):
+            return self._try_out(trials, tuple(sizes), args, kwargs)
+        if trials is None:
             return self._forward(*args, **kwargs)
-        found: list[torch.Size] = []
-        try:
-            kind = self._find_kind(args, kwargs, found)
-        except NotLocalError:
-            return self._forward(*args, **kwargs)
-        is_untried = kind not in self._trials and len(self._trials) >= _MOST_KINDS
-        if is_untried or kind in self._distributed:
-            return self._forward(*args, **kwargs)
-        sizes = tuple(found)
-        if self._trials.setdefault(kind, _Trials()).has_seen(sizes):
+        map_nested(self._record, [*args, *kwargs.values()])
+        if not trials.has_given_up and self._is_plain_call():
             with contextlib.suppress(NotLocalError):
                 return self._compute_locally(args, kwargs)
-            self._distributed.add(kind)
+            trials.has_given_up = True
+        with paused_check():  # other ranks may compute on local tensors, which record nothing more
             return self._forward(*args, **kwargs)
-        return self._try_out(kind, sizes, args, kwargs)
+
+    def _find_trials(self, args: Any, kwargs: Any, sizes: list[torch.Size]) -> _Trials | None:
+        """The trials of a forward's kind, and the sizes of its inputs; None if it must be on DTensors, on all ranks."""
+        check = ACTIVE_CHECK.get()
+        if is_compiling() or LOCAL_CALL.get() is not None or check is None or check.is_immediate:
+            return None
+        try:
+            kind = self._find_kind(args, kwargs, sizes)
+        except NotLocalError:
+            return None
+        if self._trials is None:
+            self._trials, self._state = {}, self._find_state()
+        if kind not in self._trials and len(self._trials) >= _MOST_KINDS:
+            return None
+        trials = self._trials.setdefault(kind, _Trials())
+        return None if trials.has_failed else trials
 
     def _is_plain_call(self) -> bool:
-        """Return whether nothing looks into the forward or changes what operators do."""
-        check = ACTIVE_CHECK.get()
+        """Return whether nothing looks into the forward, changes what operators do, or has changed the modules."""
         return (
-            check is not None
-            and not check.is_immediate
-            and not torch.is_autocast_enabled("cpu")
+            not torch.is_autocast_enabled("cpu")
             and not num_function_modes()
             and not num_dispatch_modes()
             and not has_saved_tensor_hooks()
             and not any(map(has_hooks, self._modules[1:]))
             and not has_global_hooks()
             and not any(map(is_compiled, self._modules))
-            and all(owner.get(name) is part for owner, name, part in self._parts or self._find_parts())
-            and all(len(owner) == number for owner, number in self._numbers)
-            and self._is_whole
+            and [getattr(one, "_spec", None) for one in self._find_parameters()] == self._specs
+            and self._state is not None
+            and self._state.is_current()
         )
 
-    def _find_parts(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Find the parts, in the first forward, when the forwards inside have their wrappers."""
-        for one in self._modules:
-            for owner in (own_parameters(one), own_modules(one)):
-                self._parts += [(owner, name, part) for name, part in owner.items()]
-                self._numbers.append((owner, len(owner)))
-            if "forward" in one.__dict__:
-                self._parts.append((one.__dict__, "forward", one.__dict__["forward"]))
-        found = {id(part) for _, _, part in self._parts}
-        has_same_modules = list(map(id, self._module.modules())) == list(map(id, self._modules))
-        self._is_whole = has_same_modules and all(id(parameter) in found for parameter in self._parameters)
-        return self._parts
+    def _find_parameters(self) -> list[torch.Tensor]:
+        return [one for module in self._modules for one in own_parameters(module).values() if one is not None]
 
-    def _find_state(self) -> int:
-        """The number of the modules' state. NotLocalError: there were too many."""
-        states = self._states
-        if not states or not states[self._state].is_current():
-            numbers = (number for number, one in enumerate(states) if one.is_current())
-            self._state = next(numbers, len(states))
-            if self._state == _MOST_STATES:
-                self._is_whole, self._states = False, []  # which keep what attributes had
-                raise NotLocalError
-            if self._state == len(states):
-                states.append(BlockState(self._modules))
-        return self._state
+    def _find_state(self) -> BlockState | None:
+        if list(map(id, self._module.modules())) != list(map(id, self._modules)):
+            return None  # modules were replaced since `parallelize`, as by adapters
+        try:
+            return BlockState(self._modules)
+        except UnknownStateError:
+            return None
 
     def _find_kind(self, args: Any, kwargs: Any, sizes: list[torch.Size]) -> _Kind:
         """The kind of a forward, whose sizes are added to a list. NotLocalError: it must be on DTensors."""
-        settings = (torch.is_grad_enabled(), *[parameter.requires_grad for parameter in self._parameters])
+        settings = (
+            torch.is_grad_enabled(),
+            *[one.training for one in self._modules],
+            *[one.requires_grad for one in self._find_parameters()],
+        )
         positional = tuple([self._describe_argument(one, sizes) for one in args])
         named = tuple([(name, self._describe_argument(one, sizes)) for name, one in kwargs.items()])
-        return _Kind(self._find_state(), settings, (positional, named))
+        tensors = [id(one) for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+        if len(set(tensors)) < len(tensors):
+            raise NotLocalError  # code may ask whether two are the same, and on local tensors they are not
+        return _Kind(settings, (positional, named))
 
     def _describe_argument(self, value: Any, sizes: list[torch.Size]) -> Any:
         if not torch.is_grad_enabled() and is_cache(value):
@@ -338,8 +348,8 @@ class LocalBlock:
         try:
             forward = self._forward if torch.is_grad_enabled() else self._find_local_modules().run
             result = forward(
-                *[map_nested(self._localize, one) for one in args],
-                **{name: map_nested(self._localize, one) for name, one in kwargs.items()},
+                *[map_nested(_localize, one) for one in args],
+                **{name: map_nested(_localize, one) for name, one in kwargs.items()},
             )
             return map_nested(distribute, result)
         except NotLocalError:
@@ -354,15 +364,16 @@ class LocalBlock:
             self._local_modules = LocalModules(self._module, self._mesh)
         return self._local_modules
 
-    def _localize(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor):
-            return tensor.to_local()
-        if (check := ACTIVE_CHECK.get()) is not None and tensor.numel():
+    def _record(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor) and (check := ACTIVE_CHECK.get()) is not None:
             check.record("the forward", tensor, self._mesh)
         return tensor
 
-    def _try_out(self, kind: _Kind, sizes: tuple[torch.Size, ...], args: Any, kwargs: Any) -> Any:
+    def _try_out(self, trials: _Trials, sizes: tuple[torch.Size, ...], args: Any, kwargs: Any) -> Any:
         """Compute a forward on DTensors, and then try out its kind; all ranks do."""
+        is_willing = (
+            not trials.has_given_up and self._is_plain_call() and not any(map(_has_own_hooks, self._find_parameters()))
+        )
         given = find_dtensors([args, kwargs])
         before = map_caches(copy_cache, args, kwargs)
         versions = [version_of(one) for one in given if not one.is_inference()]
@@ -371,42 +382,57 @@ class LocalBlock:
         is_pure = (
             versions == [version_of(one) for one in given if not one.is_inference()]
             and generators == generator_states()
-            and self._states[kind.state].is_current()
+            and (self._state is None or self._state.is_current())
         )
-        # Ranks may differ in the first, and the second takes all of them.
-        if self._agree(is_pure) and self._agree(self._are_ways_equal(*before)):
-            self._trials[kind].add(sizes)
+        verdicts = self._share(_REFUSED if not is_willing else _EQUAL if is_pure else _DIFFERENT)
+        if verdicts == {_EQUAL}:
+            # Ranks may differ before this, and it takes all of them.
+            verdicts = self._share(_EQUAL if self._are_ways_equal(*before) else _DIFFERENT)
+        if verdicts == {_EQUAL}:
+            trials.add(sizes)
+        elif _DIFFERENT in verdicts or trials.num_refusals == _MOST_REFUSALS:
+            trials.has_failed = True
         else:
-            self._distributed.add(kind)
+            trials.num_refusals += 1
         return result
 
-    def _agree(self, verdict: bool) -> bool:  # noqa: FBT001 - what is agreed on
+    def _share(self, verdict: bytes) -> set[bytes]:
         group = self._mesh.group
-        return all(one == b"\1" for one in share_bytes(group, "local block", bytes([verdict]), group.timeout))
+        return set(share_bytes(group, "local block", verdict, group.timeout))
 
     def _are_ways_equal(self, args: Any, kwargs: Any) -> bool:
         """Return whether random inputs give the same in both ways, with random parameters."""
-        parameters = self._parameters
+        parameters = self._find_parameters()
         numbers = iter(range(1 << 30))
 
         def draw(tensor: torch.Tensor) -> torch.Tensor:
-            return random_like(tensor, next(numbers)) if isinstance(tensor, DTensor) else tensor
+            make = random_like if isinstance(tensor, DTensor) else random_plain
+            return make(tensor, next(numbers))
 
         args, kwargs = map_nested(draw, args), map_nested(draw, kwargs)
         inputs = [*find_dtensors([args, kwargs]), *parameters]
-        with with_random_values(parameters), unrecorded():
+        with with_random_values(parameters), unrecorded(), paused_check():
             try:
                 own_args, own_kwargs = map_caches(copy_cache, args, kwargs)
-                result = self._forward(*own_args, **own_kwargs)
-                structure, expected = structure_of(result), values_and_grads(result, inputs)
-                expected += find_cached(own_args, own_kwargs)
-                with RefuseReads():
-                    result = self._compute_locally(args, kwargs, is_trial=True)
-                is_similar = structure_of(result) == structure and not share_memory(result, inputs)
-                found = values_and_grads(result, inputs)
-                found += find_cached(args, kwargs)
+                # First, for it may end before the code has an effect.
+                with refuse_reads():
+                    result = self._compute_locally(own_args, own_kwargs, is_trial=True)
+                structure, is_apart = structure_of(result), not share_memory(result, inputs)
+                found = values_and_grads(result, inputs) + find_cached(own_args, own_kwargs)
+                result = self._forward(*args, **kwargs)
+                is_similar = is_apart and structure_of(result) == structure
+                expected = values_and_grads(result, inputs) + find_cached(args, kwargs)
             except DistributedError:
                 raise
             except Exception:  # noqa: BLE001 - the module's code can't compute on local tensors
                 return False
         return is_similar and len(expected) == len(found) and all(map(are_equal, expected, found))
+
+
+def _localize(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _has_own_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter has hooks on gradients that a program registered, which a trial would call."""
+    return not all(map(is_grad_placement_hook, backward_hooks(parameter).values()))

@@ -19,7 +19,7 @@ from ferrodist.tensor.placement import Shard
 from ferrodist.torch_private.modules import own_modules, own_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import torch
 
@@ -34,7 +34,6 @@ class _Part(NamedTuple):
     """A module of a block, its children by their names and places among the parts, and its row-parallel forward."""
 
     module: nn.Module
-    parameters: Mapping[str, torch.Tensor | None]
     children: dict[str, int | None]
     forward: Callable[[torch.Tensor], torch.Tensor] | None
 
@@ -55,11 +54,10 @@ class LocalModules:
             original = inspect.unwrap(module.forward, stop=inspect.ismethod)
             if getattr(original, "__func__", None) is not type(module).forward:
                 raise NotLocalError
-            parameters = dict(own_parameters(module))
-            weight: Any = parameters.get("weight")
+            weight: Any = own_parameters(module).get("weight")
             is_by_rows = isinstance(module, nn.Linear) and isinstance(weight, DTensor) and weight.placements == _BY_ROWS
             forward = _RowForward(module, mesh) if is_by_rows else None
-            self._parts.append(_Part(module, parameters, children, forward))
+            self._parts.append(_Part(module, children, forward))
             self._places[module] = len(self._parts) - 1
         return self._places[module]
 
@@ -73,7 +71,7 @@ class LocalModules:
             state.pop("forward", None)
             state["_parameters"] = {
                 name: one._local if isinstance(one, DTensor) else one  # noqa: SLF001
-                for name, one in part.parameters.items()
+                for name, one in own_parameters(part.module).items()
             }
             state["_modules"] = {name: None if at is None else made[at] for name, at in part.children.items()}
             if part.forward is not None:

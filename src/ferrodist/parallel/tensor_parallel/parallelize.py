@@ -104,7 +104,7 @@ def parallelize(
     check: bool = False,
     fallback: str = "replicate",
     init: Callable[[nn.Module], object] | str | None = None,
-    local_blocks: bool = True,
+    local_blocks: bool | None = None,
 ) -> _Module:
     """Shard a module over the ranks of a mesh by a plan; every rank of the mesh calls this.
 
@@ -140,8 +140,10 @@ def parallelize(
             calls it; rank 0's values are used. "empty" fills such parameters with NaN, for a load that follows: a rank
             then allocates its shards alone, and nothing is sent. Buffers are initialised as by None.
         local_blocks: Whether blocks of linear layers and norms, as a decoder's layers, compute on local tensors once
-            the ranks have found that this gives the same bits: in the first forwards of a kind, which take longer.
-            Not with ``check=True``. False is for code that variables outside of the model send another way later.
+            the ranks have found that this gives the same bits: in the first forwards of a kind, which take longer. None
+            is for blocks whose modules are all of torch, transformers or peft. True is for all blocks: their code must
+            have no state that isn't in attributes, and the forward no effect but its result, for trials repeat it. Not
+            with ``check=True``.
 
     Returns:
         ``module``.
@@ -161,7 +163,8 @@ def parallelize(
         check_type(module, nn.Module, "parallelize takes a torch.nn.Module")
         check_bool("gathers_outputs", gathers_outputs)
         check_bool("check", check)
-        check_bool("local_blocks", local_blocks)
+        if local_blocks is not None:
+            check_bool("local_blocks", local_blocks)
         _check_fallback(fallback)
         initialise = resolve_initialiser(init, module)
     except (TypeError, ValueError) as error:
@@ -173,8 +176,8 @@ def parallelize(
     state = ParallelState(mesh, gathers=gathers_outputs, checks=check, replicates=fallback == "replicate")
     for path, one in module.named_modules():
         _wrap_forward(one, mesh, styles.get(path))
-    if local_blocks and not check:
-        for block in find_local_blocks(module, styles).values():
+    if local_blocks is not False and not check:
+        for block in find_local_blocks(module, styles, takes_all=bool(local_blocks)).values():
             block.forward = LocalBlock(block, mesh)
     for path, one in module.named_modules():
         if type(one).forward is not nn.Module.forward:

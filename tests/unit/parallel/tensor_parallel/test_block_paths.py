@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import random
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -111,6 +113,25 @@ class SkippingByNumpy(Skipping):
     source = np.random.random
 
 
+class HookingActivations(Block):
+    """Hooks on gradients of activations, which would see a rank's own features."""
+
+    def forward(self, x):
+        inner = functional.gelu(self.up(self.norm(x)))
+        if inner.requires_grad:
+            inner.register_hook(self.config.steps.append)
+        return x + self.down(inner)
+
+
+class CountingLarge(Block):
+    """A counter of large values, which random ones would move on."""
+
+    def forward(self, x):
+        if (x.abs() > 1e3).any():
+            self.config.steps.append(0)
+        return super().forward(x)
+
+
 class Model(nn.Module):
     """Two blocks."""
 
@@ -130,7 +151,20 @@ class Model(nn.Module):
         return x
 
 
-KINDS = [Block, BySize, ByValue, ByArray, Borrowing, Returning, Counting, Generating, Skipping, SkippingByNumpy]
+KINDS = [
+    Block,
+    HookingActivations,
+    CountingLarge,
+    BySize,
+    ByValue,
+    ByArray,
+    Borrowing,
+    Returning,
+    Counting,
+    Generating,
+    Skipping,
+    SkippingByNumpy,
+]
 
 
 @functools.cache
@@ -151,12 +185,22 @@ def batch(step=0, length=5, factor=1.0):
     return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(step)) * factor
 
 
+def is_local(model):
+    """Return whether the first block's next forward of a kind that was tried is on local tensors."""
+    return local_kinds(model) > 0 and block_of(model)._is_plain_call()
+
+
 def local_kinds(model):
     """The number of kinds of the first block's forwards that run on local tensors."""
+    return sum(bool(one.sizes) and not one.has_failed for one in block_of(model)._trials.values())
+
+
+def block_of(model):
+    """The first block's forward."""
     forward = model.blocks[0].forward
     while not isinstance(forward, LocalBlock):
         forward = forward._forward
-    return sum(bool(one.sizes) for one in forward._trials.values())
+    return forward
 
 
 def make_both(kind, n=2):
@@ -257,19 +301,22 @@ def test_modes_take_turns():
     assert run_ranks(program, 2) == [[1, 2, 2, 2]] * 2
 
 
-def test_an_attribute_that_is_another_in_each_forward():
-    """Trials end, and the block goes on with DTensors."""
+def test_an_attribute_that_is_set_back():
+    """The block goes on with DTensors, and then on local tensors again; nothing is tried."""
 
     def program(group):
         models = make_both(Block)(group)
-        for step in range(12):
+        counts = []
+        for step, value in enumerate((0.0, 0.0, 0.5, 0.25, 0.0)):
             for model in models:
                 for block in model.blocks:
-                    block.step = step
+                    block.dropout.p = value
+                model.eval()
             check_equal(models, batch(step))
-        return local_kinds(models[0])
+            counts.append(is_local(models[0]))
+        return counts
 
-    assert run_ranks(program, 2) == [8, 8]
+    assert run_ranks(program, 2) == [[True, True, False, False, True]] * 2
 
 
 @pytest.mark.parametrize("kind", [ByValue, ByArray])
@@ -384,5 +431,123 @@ def test_what_a_state_sees():
     assert not state.is_current()
     block.dropout.p = 0.0
     assert state.is_current()
-    block.eval()
-    assert not state.is_current()
+
+
+def set_on_rank_0(model, group):
+    if group.rank == 0:
+        model.blocks[0].config.run_name = "first"
+
+
+def hook_on_rank_0(model, group):
+    if group.rank == 0:
+        model.blocks[0].up.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("change", [set_on_rank_0, hook_on_rank_0])
+@pytest.mark.parametrize("at", [0, 2])
+def test_what_one_rank_does_alone(change, at):
+    """It computes on DTensors, with the messages of the others."""
+
+    def program(group):
+        models = make_both(Block)(group)
+        for step in range(6):
+            if step == at:
+                change(models[0], group)
+            check_equal(models, batch(step, length=5 + step % 3))
+        return is_local(models[0])
+
+    # In the first forward the attribute is as it was from the beginning, and the hook ends trials for all.
+    expected = {set_on_rank_0: [True, True], hook_on_rank_0: [False, False]}
+    assert run_ranks(program, 2) == ([False, True] if at else expected[change])
+
+
+def test_hooks_of_parameters_see_no_trial():
+    def program(group):
+        sums = []
+        for model in make_both(Block)(group):
+            seen = []
+            model.blocks[0].up.weight.register_hook(lambda grad, seen=seen: seen.append(grad.full_tensor()))
+            for step in range(3):
+                model(batch(step)).sum().backward()
+            sums.append(torch.stack(seen))
+        return torch.equal(*sums)
+
+    assert run_ranks(program, 2) == [True, True]
+
+
+@pytest.mark.parametrize("kind", [HookingActivations, CountingLarge])
+def test_effects_that_a_trial_would_repeat(kind):
+    def program(group):
+        lengths = []
+        for model in make_both(kind)(group):
+            for step in range(4):
+                model(batch(step)).sum().backward()
+            lengths.append([len(block.config.steps) for block in model.blocks])
+            if kind is HookingActivations:
+                assert all(one.shape[-1] == 2 * WIDTH for one in model.blocks[0].config.steps[2:])
+        return lengths[0] == lengths[1]
+
+    assert run_ranks(program, 2) == [True, True]
+
+
+def test_loaded_parameters_take_the_place_of_others():
+    """Blocks go on with what ``load_state_dict(assign=True)`` puts there, and keep nothing of the old."""
+
+    def program(group):
+        models = make_both(Block)(group)
+        for step in range(2):
+            check_equal(models, batch(step))
+        for model in models:
+            old = [weakref.ref(one) for one in model.parameters()]
+            state = {
+                name: fd.DTensor.from_local(one.to_local() * 2, one.mesh, one.placements, shape=one.shape)
+                for name, one in model.state_dict().items()
+            }
+            model.load_state_dict(state, assign=True)
+            model.zero_grad()
+            gc.collect()
+            assert not any(one() is not None for one in old)
+        check_equal(models, batch(3))
+        return is_local(models[0])
+
+    assert run_ranks(program, 2) == [True, True]
+
+
+def test_a_written_result_that_gradients_need():
+    """torch's error, which local tensors must not hide."""
+
+    class Ending(Block):
+        def forward(self, x):
+            return super().forward(x).tanh()
+
+    initial = Model(Ending)
+
+    def program(group):
+        model = fd.parallelize(copy.deepcopy(initial), fd.DeviceMesh(group, (2,)), PLAN, local_blocks=True)
+        model(batch()).sum().backward()
+        result = model(batch())
+        result = model.blocks[1](model.blocks[0](batch()))
+        hidden = fd.distribute(batch(), model.scale.mesh, [fd.Replicate()])
+        result = model.blocks[0](hidden)
+        assert is_local(model)
+        result.mul_(0.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()
+
+    run_ranks(program, 2)
+
+
+def test_blocks_of_unknown_packages_are_asked_for():
+    """Code of other packages than `KNOWN_PACKAGES` is tried if a program says so."""
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (2,))
+        counts = []
+        for local_blocks in (None, True, False):
+            model = fd.parallelize(copy.deepcopy(_initial(Block)), mesh, PLAN, local_blocks=local_blocks)
+            counts.append(sum(isinstance(getattr(one.forward, "_forward", None), LocalBlock) for one in model.blocks))
+        with pytest.raises(TypeError, match="local_blocks must be True or False"):
+            fd.parallelize(copy.deepcopy(_initial(Block)), mesh, PLAN, local_blocks="all")
+        return counts
+
+    assert run_ranks(program, 2) == [[0, 2, 0]] * 2

@@ -96,9 +96,9 @@ def states(model: nn.Module) -> list[str]:
         if isinstance(forward, LocalBlock):
             found.append(
                 "local"
-                if any(one.sizes for one in forward._trials.values())
+                if any(one.sizes for one in (forward._trials or {}).values())
                 else "distributed"
-                if forward._distributed
+                if forward._trials
                 else ""
             )
     return found
@@ -127,7 +127,7 @@ def test_blocks_train_with_the_bits_of_dtensors(n):
 
     def program(group):
         mesh = fd.DeviceMesh(group, (n,))
-        model = fd.parallelize(seeded(), mesh, PLAN)
+        model = fd.parallelize(seeded(), mesh, PLAN, local_blocks=True)
         other = fd.parallelize(seeded(), mesh, PLAN, local_blocks=False)
         assert same(train(model), train(other))
         steps = []
@@ -151,7 +151,7 @@ def test_one_process_is_what_they_compute():
         optimizer.step()
 
     def program(group):
-        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN)
+        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN, local_blocks=True)
         trained = train(model)[3:]
         for one, other in zip(trained, expected.parameters(), strict=True):
             torch.testing.assert_close(one, other.detach(), rtol=1e-4, atol=1e-5)
@@ -259,7 +259,7 @@ def test_code_that_needs_dtensors_keeps_them(kind, expected):
     def program(group):
         torch.manual_seed(1)
         mesh = fd.DeviceMesh(group, (2,))
-        model = fd.parallelize(seeded(kind), mesh, PLAN)
+        model = fd.parallelize(seeded(kind), mesh, PLAN, local_blocks=True)
         other = fd.parallelize(seeded(kind), mesh, PLAN, local_blocks=False)
         if kind is not Dropping:
             assert same(train(model), train(other))
@@ -318,7 +318,7 @@ def test_other_numbers_in_each_call_are_not_tried_forever():
     """A factor that changes with the steps makes each forward one of a new kind."""
 
     def program(group):
-        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN)
+        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN, local_blocks=True)
         other = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN, local_blocks=False)
         counts = []
         for step in range(12):
@@ -366,7 +366,7 @@ def test_who_looks_into_a_block_sees_dtensors():
     """Hooks of modules inside, checkpoints, and modes see what they see without local blocks."""
 
     def program(group):
-        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN)
+        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN, local_blocks=True)
         train(model)
         assert states(model) == ["local"] * 2
         seen = []
@@ -408,7 +408,7 @@ def test_copies_have_blocks_of_their_own():
     """A copy computes with its own parameters, and goes on without another trial."""
 
     def program(group):
-        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN)
+        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (2,)), PLAN, local_blocks=True)
         train(model)
         other = copy.deepcopy(model)
         before = model(batch())
@@ -426,7 +426,7 @@ def test_shards_of_unequal_size_stay_distributed():
     """Ranks whose code may differ must not try it, for one of them could wait for the others."""
 
     def program(group):
-        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (5,)), PLAN)
+        model = fd.parallelize(seeded(), fd.DeviceMesh(group, (5,)), PLAN, local_blocks=True)
         train(model)
         return states(model)
 
