@@ -422,6 +422,12 @@ class LocalBlock:
                 result = self._forward(*args, **kwargs)
                 is_similar = is_apart and structure_of(result) == structure
                 expected = values_and_grads(result, inputs) + find_cached(args, kwargs)
+                if any(
+                    is_grad_placement_hook(hook)
+                    for one in find_dtensors([args, kwargs])
+                    for hook in backward_hooks(one).values()
+                ):
+                    return False  # its gradient is summed over ranks where all users of the input have added theirs
             except DistributedError:
                 raise
             except Exception:  # noqa: BLE001 - the module's code can't compute on local tensors

@@ -104,7 +104,7 @@ def parallelize(
     check: bool = False,
     fallback: str = "replicate",
     init: Callable[[nn.Module], object] | str | None = None,
-    local_blocks: bool | None = None,
+    local_blocks: bool | None = False,
 ) -> _Module:
     """Shard a module over the ranks of a mesh by a plan; every rank of the mesh calls this.
 
@@ -142,8 +142,9 @@ def parallelize(
         local_blocks: Whether blocks of linear layers and norms, as a decoder's layers, compute on local tensors once
             the ranks have found that this gives the same bits: in the first forwards of a kind, which take longer. None
             is for blocks whose modules are all of torch, transformers or peft. True is for all blocks: their code must
-            have no state that isn't in attributes, and the forward no effect but its result, for trials repeat it. Not
-            with ``check=True``.
+            have no state that isn't in attributes, and the forward no effect but its result, for trials repeat it. The
+            ranks must call blocks with the same arguments and modes, for a trial takes all of them. Not with
+            ``check=True``.
 
     Returns:
         ``module``.
