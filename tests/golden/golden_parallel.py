@@ -49,7 +49,7 @@ def _dtensors(group: Any) -> None:
 def _tensor_parallel(group: Any) -> None:
     mesh = fd.DeviceMesh(group, [group.world_size], ["ranks"])
     plan = {"0": fd.ColumnParallel(), "1": fd.RowParallel()}
-    model = fd.parallelize(nn.Sequential(_layer(4, 4), _layer(4, 2)), mesh, plan)
+    model = fd.parallelize(nn.Sequential(_layer(4, 4), _layer(4, 2)), mesh, plan, local_blocks=False)
     model(torch.ones(2, 4)).sum().backward()
 
 

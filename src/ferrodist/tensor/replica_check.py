@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -18,7 +19,7 @@ from ferrodist.torch_private.compilers import not_compiled
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from ferrodist.mesh import DeviceMesh
@@ -46,7 +47,7 @@ class ReplicaCheck:
         self.mesh, self.is_immediate = mesh, immediate
         self.replication_warnings = replication_warnings  # None: operators without a rule are refused
         self.path = ""  # the path of the module whose forward runs
-        self.is_paused = False  # whether nothing is recorded: code is tried out, with random values
+        self.is_paused = False  # whether nothing is recorded
         self._entries: list[_Entry | Callable[[], _Entry]] = []
         self._due: _Entry | None = None  # the first entry that requires an exchange
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, bool]] = {}
@@ -102,6 +103,15 @@ class ReplicaCheck:
         self.forget()
         if due is not None:
             _compare([one() if callable(one) else one for one in entries], self.mesh, due)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block in which nothing is recorded: code is tried out, or other ranks record nothing."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
 
     def forget(self) -> None:
         """Drop the records."""

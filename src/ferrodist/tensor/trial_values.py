@@ -28,6 +28,14 @@ def random_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     return made
 
 
+def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """What `random_like` needs of a distributed tensor of floats, without its memory; others are returned detached."""
+    if not isinstance(tensor, DTensor) or not tensor.is_floating_point():
+        return tensor.detach()
+    made = DTensor._wrap(torch.empty_like(tensor._local, device="meta"), tensor._spec)
+    return made.requires_grad_(tensor.requires_grad)
+
+
 @contextlib.contextmanager
 def with_random_values(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """A block in which distributed tensors have random values, in memory of their own."""

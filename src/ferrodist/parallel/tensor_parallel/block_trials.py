@@ -17,7 +17,6 @@ from ferrodist.parallel.tensor_parallel.local_caches import cached_tensors, is_c
 from ferrodist.parallel.tensor_parallel.local_calls import NotLocalError
 from ferrodist.parallel.tensor_parallel.wrapped_forwards import find_dtensors
 from ferrodist.tensor.dtensor import DTensor
-from ferrodist.tensor.plain_tensors import ACTIVE_CHECK
 from ferrodist.tensor.trial_values import random_like
 from ferrodist.torch_private.autograd import accumulate_grad_type
 from ferrodist.torch_private.modes import DispatchMode
@@ -29,7 +28,7 @@ SIMPLE_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 """The types of arguments and results that are compared by value."""
 
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_REFUSED = {
+_REFUSED_METHODS = {
     *(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__),
     *(torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook),
 }
@@ -45,10 +44,10 @@ class _RefuseOperators(DispatchMode):  # type: ignore[misc]
 
 
 class _RefuseFunctions(TorchFunctionMode):
-    """A mode in which the methods of `_REFUSED` raise NotLocalError, unless a collective calls them."""
+    """A mode in which the methods of `_REFUSED_METHODS` raise NotLocalError, unless a collective calls them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _REFUSED and not sys._getframe(1).f_globals.get("__name__", "").startswith("ferrodist."):  # noqa: SLF001
+        if func in _REFUSED_METHODS and not sys._getframe(1).f_globals.get("__name__", "").startswith("ferrodist."):  # noqa: SLF001
             raise NotLocalError
         return func(*args, **(kwargs or {}))
 
@@ -61,18 +60,6 @@ def refuse_reads() -> Iterator[None]:
     """
     with _RefuseOperators(), _RefuseFunctions():
         yield
-
-
-@contextlib.contextmanager
-def paused_check() -> Iterator[None]:
-    """A block in which plain tensors aren't recorded for a comparison between the ranks."""
-    check = ACTIVE_CHECK.get()
-    assert check is not None, "the block of a parallel model"
-    before, check.is_paused = check.is_paused, True
-    try:
-        yield
-    finally:
-        check.is_paused = before
 
 
 def random_plain(tensor: torch.Tensor, seed: int) -> torch.Tensor:

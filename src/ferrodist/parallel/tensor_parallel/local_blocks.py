@@ -11,13 +11,14 @@ block computes random inputs with random parameters in both ways, and the ranks 
 are any, bit by bit. If all are equal on all ranks, later forwards of that kind run on local tensors, else they go on
 with DTensors: code that uses the number of heads or features, parameters in between, or dropout.
 
-A trial is a message of all ranks, so what decides whether there is one is the same on all: the call's arguments and the
-mode. What may differ between ranks, as hooks or attributes, lets a rank compute on DTensors, which sends the same
-messages as local tensors do.
+A trial takes all ranks, so a rank notes that it wants one, and they agree at the beginning of the next forward
+(`TrialQueue`). A rank that wants none, or wants one alone, computes on DTensors, which sends the same messages as local
+tensors do.
 
 A trial proves something only for code whose path stays the same. Attributes of the block's modules, and what is in
-them, are compared in each forward (`BlockState`); sizes are tried again when they have doubled; and a block stays on
-DTensors if its code reads values of tensors, takes gradients of tensors that it does not own, or returns an input. Code
+them, are compared in each forward (`BlockState`): if they have changed, kinds are tried anew. Sizes are tried again
+when they have doubled. And a block stays on DTensors if its code reads values of tensors, takes gradients of tensors
+that it does not own, or returns an input. Code
 can still have state that nobody sees, and a trial would change it. So blocks of `KNOWN_PACKAGES` alone are tried,
 unless a program says that all may be.
 
@@ -29,6 +30,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -42,7 +45,6 @@ from ferrodist.parallel.tensor_parallel.block_trials import (
     are_equal,
     find_cached,
     generator_states,
-    paused_check,
     random_plain,
     refuse_reads,
     share_memory,
@@ -61,11 +63,12 @@ from ferrodist.parallel.tensor_parallel.local_modules import LocalModules
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, RowParallel, Style
 from ferrodist.parallel.tensor_parallel.wrapped_forwards import find_dtensors, map_nested
 from ferrodist.tensor.dtensor import DTensor, is_grad_placement_hook, wrap_local
+from ferrodist.tensor.op_strategy import find_all
 from ferrodist.tensor.placement import Replicate, Shard
 from ferrodist.tensor.plain_tensors import ACTIVE_CHECK
 from ferrodist.tensor.redistribute import unrecorded
 from ferrodist.tensor.spec import DTensorSpec
-from ferrodist.tensor.trial_values import random_like, with_random_values
+from ferrodist.tensor.trial_values import random_like, with_random_values, without_values
 from ferrodist.torch_private.autograd import backward_hooks, has_saved_tensor_hooks, version_of
 from ferrodist.torch_private.compilers import is_compiling
 from ferrodist.torch_private.modes import num_dispatch_modes, num_function_modes
@@ -80,17 +83,18 @@ from ferrodist.torch_private.modules import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ferrodist.mesh import DeviceMesh
+    from ferrodist.parallel.tensor_parallel.wrapped_forwards import ParallelState
 
 _REPLICATED = (Replicate(),)
-_DIFFERENT, _EQUAL, _REFUSED = b"\0", b"\1", b"\2"
-"""What a rank says of a trial; it refuses one if something looks into the forward."""
 _LEAST_TRIALS = 2
 """The number of shapes of inputs with which a kind of forward is tried, even if they are about as large."""
 _MOST_KINDS = 8
 """The number of kinds of a block's forward that are tried; a number among the arguments may be another in each."""
-_MOST_REFUSALS = 3
-"""The number of trials of a kind that ranks may refuse before it stays on DTensors."""
+_MOST_STATES = 4
+"""The number of states of a block's modules in which its forwards are tried."""
+
+_ATTENTIONS = (None, "eager", "sdpa")
+"""The attentions that a configuration of transformers may name: others are functions that programs register."""
 
 KNOWN_PACKAGES = ("torch", "transformers", "peft")
 """The packages whose modules keep no state from forward to forward that `BlockState` does not see."""
@@ -117,7 +121,12 @@ def find_local_blocks(module: nn.Module, styles: Mapping[str, Style], *, takes_a
 
 
 def _is_known(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] in KNOWN_PACKAGES
+    """Return whether a module's class, forward and functions among its attributes are of `KNOWN_PACKAGES`."""
+    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    functions = [one for one in vars(module).values() if isinstance(one, FunctionType | MethodType)]
+    sources = [type(module), inspect.unwrap(module.forward), *functions]
+    packages = {str(getattr(one, "__module__", "")).partition(".")[0] for one in sources}
+    return packages <= set(KNOWN_PACKAGES) and attention in _ATTENTIONS
 
 
 def _is_inside_of_any(path: str, outer: Iterable[str]) -> bool:
@@ -191,13 +200,12 @@ class _Kind(NamedTuple):
 
 
 class _Trials:
-    """The sizes of inputs with which a kind of forwards was tried, the same on all ranks."""
+    """The sizes of inputs with which a kind of forwards was tried."""
 
     def __init__(self) -> None:
         self.has_failed = False
-        self.num_refusals = 0
-        self.has_given_up = False
-        """Whether this rank goes on with DTensors, after a forward that was no local one."""
+        self.wanted: set[tuple[torch.Size, ...]] = set()
+        """The sizes of trials that wait for the other ranks."""
         self.sizes: set[tuple[torch.Size, ...]] = set()
         self._magnitudes: set[tuple[int, ...]] = set()
 
@@ -217,60 +225,105 @@ def _magnitudes(sizes: tuple[torch.Size, ...]) -> tuple[int, ...]:
     return tuple([dim.bit_length() for size in sizes for dim in size])
 
 
-class LocalBlock:
-    """The forward of a block, on local tensors where that was tried with success; see [Note: local blocks]."""
+class _BlockTrial:
+    """A trial of a block with inputs of some sizes; see `Trial`."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, block: LocalBlock, kind: _Kind, sizes: tuple[torch.Size, ...], args: Any, kwargs: Any) -> None:
+        self._block, self._kind, self._sizes = block, kind, sizes
+        self._args, self._kwargs = args, kwargs
+        self._trials, self._state = block.trials[kind], block.state
+        self.description = f"{block.name} {kind} {sizes}"
+
+    def is_ready(self) -> bool:
+        """Return whether the block is as it was when the trial was wanted."""
+        block, settings = self._block, self._kind.settings
+        return (
+            block.state is self._state
+            and self._state is not None
+            and self._state.is_current()
+            and block.find_settings() == settings
+            and not (torch.is_inference_mode_enabled() and torch.is_grad_enabled())
+            and block.is_plain_call()
+            and not any(map(_has_own_hooks, block.find_parameters()))
+        )
+
+    def run(self) -> None:
+        """Compute random inputs in both ways."""
+        group = self._block.mesh.group
+        verdict = bytes([self._block.are_ways_equal(self._args, self._kwargs)])
+        self._trials.wanted.discard(self._sizes)
+        if set(share_bytes(group, "local block", verdict, group.timeout)) == {b"\1"}:
+            self._trials.add(self._sizes)
+        else:
+            self._trials.has_failed = True
+
+    def give_up(self) -> None:
+        """Leave the kind on DTensors."""
+        self._trials.has_failed = True
+
+
+class LocalBlock:
+    """The forward of a block, on local tensors where that was tried with success; see [Note: local blocks].
+
+    Args:
+        module: The block, whose forward this becomes.
+        model: The state of the model.
+        name: The block's name, the same on all ranks.
+    """
+
+    def __init__(self, module: nn.Module, model: ParallelState, name: str) -> None:
         self._forward: Callable[..., Any] = module.forward
-        functools.update_wrapper(self, self._forward)
-        self._mesh = mesh
+        functools.update_wrapper(self, self._forward, updated=())
+        self._model, self.mesh, self.name = model, model.mesh, name
         self._module, self._modules = module, list(module.modules())
         self._local_modules: LocalModules | None = None
-        self._specs = [getattr(one, "_spec", None) for one in self._find_parameters()]
-        """The specs of the parameters that `parallelize` has made: those of FSDP have others."""
-        self._state: BlockState | None = None
-        """The state of the modules in the first forward, None before it and if it can't be compared."""
-        self._trials: dict[_Kind, _Trials] | None = None
-        """The kinds of forwards, None before the first one."""
+        self._placements = self._find_placements()
+        """Those of the parameters that `parallelize` has made: FSDP's have others."""
+        self.state: BlockState | None = None
+        """The state of the modules for which `trials` are; None before the first forward, and if none is compared."""
+        self._num_states = 0
+        self.trials: dict[_Kind, _Trials] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies have: their modules are others, which are tried anew."""
-        return {**self.__dict__, "_local_modules": None, "_state": None, "_trials": None}
+        return {**self.__dict__, "_local_modules": None, "state": None, "_num_states": 0, "trials": {}}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the block."""
-        sizes: list[torch.Size] = []
-        trials = self._find_trials(args, kwargs, sizes)
-        if trials is not None and not trials.has_seen(tuple(sizes)):
-            return self._try_out(trials, tuple(sizes), args, kwargs)
-        if trials is None:
-            return self._forward(*args, **kwargs)
-        map_nested(self._record, [*args, *kwargs.values()])
-        if not trials.has_given_up and self._is_plain_call():
-            with contextlib.suppress(NotLocalError):
-                return self._compute_locally(args, kwargs)
-            trials.has_given_up = True
-        with paused_check():  # other ranks may compute on local tensors, which record nothing more
-            return self._forward(*args, **kwargs)
-
-    def _find_trials(self, args: Any, kwargs: Any, sizes: list[torch.Size]) -> _Trials | None:
-        """The trials of a forward's kind, and the sizes of its inputs; None if it must be on DTensors, on all ranks."""
         check = ACTIVE_CHECK.get()
         if is_compiling() or LOCAL_CALL.get() is not None or check is None or check.is_immediate:
+            return self._forward(*args, **kwargs)
+        for one in find_all(torch.Tensor, [*args, *kwargs.values()]):
+            if not isinstance(one, DTensor):
+                check.record("the forward", one, self.mesh)
+        with check.paused():  # other ranks may compute on local tensors, which record nothing more
+            return self._compute(args, kwargs)
+
+    def _compute(self, args: Any, kwargs: Any) -> Any:
+        found: list[torch.Size] = []
+        kind = self._find_kind(args, kwargs, found)
+        sizes = tuple(found)
+        trials = None if kind is None else self._find_trials(kind)
+        if kind is None or trials is None or sizes in trials.wanted:
+            return self._forward(*args, **kwargs)
+        if not trials.has_seen(sizes):
+            return self._want_trial(kind, sizes, args, kwargs)
+        with contextlib.suppress(NotLocalError):
+            return self._compute_locally(args, kwargs)
+        trials.has_failed = True
+        return self._forward(*args, **kwargs)
+
+    def _find_trials(self, kind: _Kind) -> _Trials | None:
+        """The trials of a kind; None if its forwards are on DTensors."""
+        if not (self.is_plain_call() and self._has_known_state()):
             return None
-        try:
-            kind = self._find_kind(args, kwargs, sizes)
-        except NotLocalError:
+        if kind not in self.trials and len(self.trials) >= _MOST_KINDS:
             return None
-        if self._trials is None:
-            self._trials, self._state = {}, self._find_state()
-        if kind not in self._trials and len(self._trials) >= _MOST_KINDS:
-            return None
-        trials = self._trials.setdefault(kind, _Trials())
+        trials = self.trials.setdefault(kind, _Trials())
         return None if trials.has_failed else trials
 
-    def _is_plain_call(self) -> bool:
-        """Return whether nothing looks into the forward, changes what operators do, or has changed the modules."""
+    def is_plain_call(self) -> bool:
+        """Return whether nothing looks into the forward or changes what operators do."""
         return (
             not torch.is_autocast_enabled("cpu")
             and not num_function_modes()
@@ -279,59 +332,70 @@ class LocalBlock:
             and not any(map(has_hooks, self._modules[1:]))
             and not has_global_hooks()
             and not any(map(is_compiled, self._modules))
-            and [getattr(one, "_spec", None) for one in self._find_parameters()] == self._specs
-            and self._state is not None
-            and self._state.is_current()
+            and self._find_placements() == self._placements
         )
 
-    def _find_parameters(self) -> list[torch.Tensor]:
+    def _has_known_state(self) -> bool:
+        return (self.state is not None and self.state.is_current()) or self._take_state()
+
+    def _take_state(self) -> bool:
+        """Take the modules' state anew, for which nothing has been tried; return whether it can be compared."""
+        self.state, self.trials = None, {}
+        if self._num_states < _MOST_STATES and list(map(id, self._module.modules())) == list(map(id, self._modules)):
+            self._num_states += 1
+            with contextlib.suppress(UnknownStateError):
+                self.state = BlockState(self._modules)
+        return self.state is not None
+
+    def find_parameters(self) -> list[torch.Tensor]:
+        """The block's parameters now."""
         return [one for module in self._modules for one in own_parameters(module).values() if one is not None]
 
-    def _find_state(self) -> BlockState | None:
-        if list(map(id, self._module.modules())) != list(map(id, self._modules)):
-            return None  # modules were replaced since `parallelize`, as by adapters
-        try:
-            return BlockState(self._modules)
-        except UnknownStateError:
-            return None
+    def _find_placements(self) -> list[Any]:
+        return [getattr(one, "placements", None) for one in self.find_parameters()]
 
-    def _find_kind(self, args: Any, kwargs: Any, sizes: list[torch.Size]) -> _Kind:
-        """The kind of a forward, whose sizes are added to a list. NotLocalError: it must be on DTensors."""
-        settings = (
+    def find_settings(self) -> tuple[bool, ...]:
+        """What else than arguments and state decides the code's path."""
+        return (
             torch.is_grad_enabled(),
             *[one.training for one in self._modules],
-            *[one.requires_grad for one in self._find_parameters()],
+            *[one.requires_grad for one in self.find_parameters()],
         )
-        positional = tuple([self._describe_argument(one, sizes) for one in args])
-        named = tuple([(name, self._describe_argument(one, sizes)) for name, one in kwargs.items()])
-        tensors = [id(one) for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-        if len(set(tensors)) < len(tensors):
-            raise NotLocalError  # code may ask whether two are the same, and on local tensors they are not
-        return _Kind(settings, (positional, named))
 
-    def _describe_argument(self, value: Any, sizes: list[torch.Size]) -> Any:
+    def _find_kind(self, args: Any, kwargs: Any, sizes: list[torch.Size]) -> _Kind | None:
+        """The kind of a forward, whose sizes are added to a list; None if it must be on DTensors."""
+        seen: set[int] = set()
+        try:
+            positional = tuple([self._describe_argument(one, sizes, seen) for one in args])
+            named = tuple([(name, self._describe_argument(one, sizes, seen)) for name, one in kwargs.items()])
+        except NotLocalError:
+            return None
+        return _Kind(self.find_settings(), (positional, named))
+
+    def _describe_argument(self, value: Any, sizes: list[torch.Size], seen: set[int]) -> Any:
         if not torch.is_grad_enabled() and is_cache(value):
             return type(value)
-        return self._describe(value, sizes)
+        return self._describe(value, sizes, seen)
 
-    def _describe(self, value: Any, sizes: list[torch.Size]) -> Any:
+    def _describe(self, value: Any, sizes: list[torch.Size], seen: set[int]) -> Any:
         if isinstance(value, torch.Tensor):
             if isinstance(value, DTensor) and (
-                value.placements != _REPLICATED or value.mesh.identity != self._mesh.identity
+                value.placements != _REPLICATED or value.mesh.identity != self.mesh.identity
             ):
                 raise NotLocalError
-            if value.requires_grad and not isinstance(value, DTensor):
-                raise NotLocalError
+            if (value.requires_grad and not isinstance(value, DTensor)) or id(value) in seen:
+                raise NotLocalError  # code may ask whether two are the same, and on local tensors they are not
+            seen.add(id(value))
             sizes.append(value.shape)
             return (isinstance(value, DTensor), value.dtype, value.dim(), value.requires_grad)
         if type(value) in SIMPLE_TYPES:
             return (type(value), value)
         if type(value) is tuple:
-            return tuple([self._describe(one, sizes) for one in value])
+            return tuple([self._describe(one, sizes, seen) for one in value])
         raise NotLocalError  # a list or a mapping may be written to
 
     def _compute_locally(self, args: Any, kwargs: Any, *, is_trial: bool = False) -> Any:
-        mesh = self._mesh
+        mesh = self.mesh
         caches: list[LocalCache] = []
 
         def localize_cache(cache: Any) -> LocalCache:
@@ -361,19 +425,12 @@ class LocalBlock:
 
     def _find_local_modules(self) -> LocalModules:
         if self._local_modules is None:
-            self._local_modules = LocalModules(self._module, self._mesh)
+            self._local_modules = LocalModules(self._module, self.mesh)
         return self._local_modules
 
-    def _record(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, DTensor) and (check := ACTIVE_CHECK.get()) is not None:
-            check.record("the forward", tensor, self._mesh)
-        return tensor
-
-    def _try_out(self, trials: _Trials, sizes: tuple[torch.Size, ...], args: Any, kwargs: Any) -> Any:
-        """Compute a forward on DTensors, and then try out its kind; all ranks do."""
-        is_willing = (
-            not trials.has_given_up and self._is_plain_call() and not any(map(_has_own_hooks, self._find_parameters()))
-        )
+    def _want_trial(self, kind: _Kind, sizes: tuple[torch.Size, ...], args: Any, kwargs: Any) -> Any:
+        """Compute a forward on DTensors, and want a trial of its kind unless it has other effects than its result."""
+        trials, state = self.trials[kind], self.state
         given = find_dtensors([args, kwargs])
         before = map_caches(copy_cache, args, kwargs)
         versions = [version_of(one) for one in given if not one.is_inference()]
@@ -382,27 +439,21 @@ class LocalBlock:
         is_pure = (
             versions == [version_of(one) for one in given if not one.is_inference()]
             and generators == generator_states()
-            and (self._state is None or self._state.is_current())
+            and state is not None
+            and state.is_current()
         )
-        verdicts = self._share(_REFUSED if not is_willing else _EQUAL if is_pure else _DIFFERENT)
-        if verdicts == {_EQUAL}:
-            # Ranks may differ before this, and it takes all of them.
-            verdicts = self._share(_EQUAL if self._are_ways_equal(*before) else _DIFFERENT)
-        if verdicts == {_EQUAL}:
-            trials.add(sizes)
-        elif _DIFFERENT in verdicts or trials.num_refusals == _MOST_REFUSALS:
-            trials.has_failed = True
+        if is_pure and self._model.trials is not None:
+            trials.wanted.add(sizes)
+            hollow = [map_nested(without_values, one) for one in before]
+            self._model.trials.add(_BlockTrial(self, kind, sizes, *hollow))
         else:
-            trials.num_refusals += 1
+            trials.has_failed = True
         return result
 
-    def _share(self, verdict: bytes) -> set[bytes]:
-        group = self._mesh.group
-        return set(share_bytes(group, "local block", verdict, group.timeout))
-
-    def _are_ways_equal(self, args: Any, kwargs: Any) -> bool:
+    def are_ways_equal(self, args: Any, kwargs: Any) -> bool:
         """Return whether random inputs give the same in both ways, with random parameters."""
-        parameters = self._find_parameters()
+        parameters, check = self.find_parameters(), ACTIVE_CHECK.get()
+        assert check is not None, "in a forward of the model"
         numbers = iter(range(1 << 30))
 
         def draw(tensor: torch.Tensor) -> torch.Tensor:
@@ -411,7 +462,7 @@ class LocalBlock:
 
         args, kwargs = map_nested(draw, args), map_nested(draw, kwargs)
         inputs = [*find_dtensors([args, kwargs]), *parameters]
-        with with_random_values(parameters), unrecorded(), paused_check():
+        with with_random_values(parameters), unrecorded(), check.paused():
             try:
                 own_args, own_kwargs = map_caches(copy_cache, args, kwargs)
                 # First, for it may end before the code has an effect.

@@ -27,6 +27,7 @@ from ferrodist.parallel.tensor_parallel.local_forwards import make_local_forward
 from ferrodist.parallel.tensor_parallel.model_plan import read_plan
 from ferrodist.parallel.tensor_parallel.plan import check_tensors, parameter_placements, plan_lines, resolve_plan
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
+from ferrodist.parallel.tensor_parallel.trial_queue import TrialQueue
 from ferrodist.parallel.tensor_parallel.wrapped_forwards import (
     GatheredMethod,
     ParallelState,
@@ -104,7 +105,7 @@ def parallelize(
     check: bool = False,
     fallback: str = "replicate",
     init: Callable[[nn.Module], object] | str | None = None,
-    local_blocks: bool | None = False,
+    local_blocks: bool | None = None,
 ) -> _Module:
     """Shard a module over the ranks of a mesh by a plan; every rank of the mesh calls this.
 
@@ -178,8 +179,9 @@ def parallelize(
     for path, one in module.named_modules():
         _wrap_forward(one, mesh, styles.get(path))
     if local_blocks is not False and not check:
-        for block in find_local_blocks(module, styles, takes_all=bool(local_blocks)).values():
-            block.forward = LocalBlock(block, mesh)
+        for path, block in find_local_blocks(module, styles, takes_all=bool(local_blocks)).items():
+            block.forward = LocalBlock(block, state, f"{path} {type(block).__name__}")
+            state.trials = state.trials or TrialQueue()
     for path, one in module.named_modules():
         if type(one).forward is not nn.Module.forward:
             one.forward = ReplicatedForward(one.forward, path, state)

@@ -30,6 +30,7 @@ from ferrodist.parallel.program_failures import report_failure
 from ferrodist.parallel.tensor_parallel import compiled_forwards
 from ferrodist.parallel.tensor_parallel.compiled_forwards import GraphPlacement, prepare_compiler
 from ferrodist.parallel.tensor_parallel.local_calls import LOCAL_CALL
+from ferrodist.parallel.tensor_parallel.trial_queue import Trial, TrialQueue, digest
 from ferrodist.tensor.dtensor import DTensor, is_placed, reduce_grad_once
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.tensor.plain_tensors import ACTIVE_CHECK, BACKWARD_CHECKS, is_plain
@@ -297,6 +298,8 @@ class ReplicatedForward:
 _MODEL_COUNTS = "tensor_parallel.model_counts"
 """The group attachment that has, for each mesh, the number of parallel models that were made on it."""
 
+_DIGEST_BYTES = 16
+
 _WITH_GRADIENTS = "tensor_parallel.with_gradients"
 """The group attachment that has the meshes on which a forward with gradients ran: ranks may be in a backward there."""
 
@@ -319,6 +322,7 @@ class ParallelState:
         self.failed_path = ""  # of the innermost module whose forward raised
         self.graph_depth = 0  # more than 0 while the compiler traces the inside of a forward
         self.graph_name = GraphPlacement(mesh, Replicate(), None).name
+        self.trials: TrialQueue | None = None  # a queue if the model has blocks that are tried on local tensors
         self._replication_warnings = ReplicationWarnings() if replicates else None
         self.forward_check = self.make_check()  # the check of plain tensors in forwards
         self.backward_check = self.make_check()  # the check of plain tensors in backward
@@ -334,6 +338,7 @@ class ParallelState:
             replicates=self.replicates,
             model_index=self.model_index,
         )
+        made.trials = None if self.trials is None else TrialQueue()
         return made
 
     def make_check(self) -> ReplicaCheck:
@@ -357,9 +362,10 @@ class ParallelState:
             self.backward_check.forget()  # the records of a backward that raised
         self.failed_path = ""
         try:
-            if not is_in_backward:
-                self._begin_forward(path)
+            trials = [] if is_in_backward else self._begin_forward(path)
             with self.checking(self.forward_check), self._naming_module(path):
+                for trial in trials:
+                    trial.run()
                 self.forward_check.path = path
                 yield
         except Exception as error:
@@ -383,17 +389,21 @@ class ParallelState:
             " that differs.",
         )
 
-    def _begin_forward(self, path: str) -> None:
+    def _begin_forward(self, path: str) -> list[Trial]:
         """Raise CollectiveMismatchError on all ranks unless all begin a forward of one module, alike in gradients.
+
+        Returns the trials that all ranks make now.
 
         Another rank may be in a backward still, of any model on the mesh, or call another model: its collectives may
         look like those of this forward, and would take their elements. All ranks call this before a forward; it is an
-        exchange once a forward with gradients has run.
+        exchange once a forward with gradients has run, and always if the model has blocks to try.
         """
         group, identity = self.mesh.group, self.mesh.identity
         with_gradients: set[Any] = self.mesh.parent.attachments.setdefault(_WITH_GRADIENTS, set())
+        wanted = [] if self.trials is None else self.trials.take_ready()
+        is_agreed = True
         # With `checks` the forward begins by an exchange anyway.
-        if identity in with_gradients and group.world_size > 1 and not self.checks:
+        if (identity in with_gradients or self.trials is not None) and group.world_size > 1 and not self.checks:
             gradients = "with" if torch.is_grad_enabled() else "without"
             module = f"module {path!r} of " if path else ""
             call = f"{module}model {self.model_index} of the mesh, {gradients} gradients"
@@ -401,8 +411,12 @@ class ParallelState:
                 lambda: f"Rank {group.rank} was at the beginning of a forward of a parallelized model.",
                 "A rank whose backward raises must not go on: let the error end its program.",
             ):
-                digests = share_bytes(group, "begin forward", xxhash.xxh3_128_digest(call.encode()), group.timeout)
-            if any(one != digests[0] for one in digests):
+                own = xxhash.xxh3_128_digest(call.encode())
+                if self.trials is not None:
+                    own += digest(wanted)
+                digests = share_bytes(group, "begin forward", own, group.timeout)
+            is_agreed = len(set(digests)) == 1
+            if len({one[:_DIGEST_BYTES] for one in digests}) > 1:
                 calls: list[str] = all_gather_object(call, group=group)
                 rank = next(rank for rank, one in enumerate(calls) if one != calls[0])
                 raise CollectiveMismatchError(
@@ -413,6 +427,10 @@ class ParallelState:
                 )
         if torch.is_grad_enabled():
             with_gradients.add(identity)
+        if wanted and not is_agreed:
+            assert self.trials is not None, "they were in it"
+            self.trials.put_back()
+        return wanted if is_agreed else []
 
     def _report(self, error: Exception, path: str, *, is_by_model: bool) -> None:
         where = f"module {path!r}" if path else "the model"

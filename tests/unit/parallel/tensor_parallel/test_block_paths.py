@@ -132,6 +132,14 @@ class CountingLarge(Block):
         return super().forward(x)
 
 
+class WithoutNorm(Block):
+    """A block whose input goes straight into its column layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+
+
 class Model(nn.Module):
     """Two blocks."""
 
@@ -152,6 +160,7 @@ class Model(nn.Module):
 
 
 KINDS = [
+    WithoutNorm,
     Block,
     HookingActivations,
     CountingLarge,
@@ -187,12 +196,13 @@ def batch(step=0, length=5, factor=1.0):
 
 def is_local(model):
     """Return whether the first block's next forward of a kind that was tried is on local tensors."""
-    return local_kinds(model) > 0 and block_of(model)._is_plain_call()
+    block = block_of(model)
+    return local_kinds(model) > 0 and block.is_plain_call() and block.state.is_current()
 
 
 def local_kinds(model):
     """The number of kinds of the first block's forwards that run on local tensors."""
-    return sum(bool(one.sizes) and not one.has_failed for one in block_of(model)._trials.values())
+    return sum(bool(one.sizes) and not one.has_failed for one in block_of(model).trials.values())
 
 
 def block_of(model):
@@ -265,7 +275,7 @@ def test_attributes_that_change_the_path(change):
             check_equal(models, batch(step))
         return [*counts, local_kinds(models[0])]
 
-    assert run_ranks(program, 2) == [[1, 1]] * 2
+    assert run_ranks(program, 2) == [[1, 0]] * 2
 
 
 def test_a_probability_that_is_set_later():
@@ -282,7 +292,7 @@ def test_a_probability_that_is_set_later():
             model(batch())
         return local_kinds(model)
 
-    assert run_ranks(program, 2) == [1, 1]
+    assert run_ranks(program, 2) == [0, 0]
 
 
 def test_modes_take_turns():
@@ -298,16 +308,16 @@ def test_modes_take_turns():
             counts.append(local_kinds(models[0]))
         return counts
 
-    assert run_ranks(program, 2) == [[1, 2, 2, 2]] * 2
+    assert run_ranks(program, 2) == [[0, 0, 1, 2]] * 2
 
 
 def test_an_attribute_that_is_set_back():
-    """The block goes on with DTensors, and then on local tensors again; nothing is tried."""
+    """Each state is tried, up to a number of them."""
 
     def program(group):
         models = make_both(Block)(group)
         counts = []
-        for step, value in enumerate((0.0, 0.0, 0.5, 0.25, 0.0)):
+        for step, value in enumerate((0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.5, 0.5, 0.0, 0.0)):
             for model in models:
                 for block in model.blocks:
                     block.dropout.p = value
@@ -316,7 +326,7 @@ def test_an_attribute_that_is_set_back():
             counts.append(is_local(models[0]))
         return counts
 
-    assert run_ranks(program, 2) == [[True, True, False, False, True]] * 2
+    assert run_ranks(program, 2) == [[False, True] * 4 + [False] * 2] * 2
 
 
 @pytest.mark.parametrize("kind", [ByValue, ByArray])
@@ -443,22 +453,66 @@ def hook_on_rank_0(model, group):
         model.blocks[0].up.register_forward_hook(lambda *_: None)
 
 
-@pytest.mark.parametrize("change", [set_on_rank_0, hook_on_rank_0])
-@pytest.mark.parametrize("at", [0, 2])
-def test_what_one_rank_does_alone(change, at):
-    """It computes on DTensors, with the messages of the others."""
+def evaluate_on_rank_0(model, group):
+    if group.rank == 0:
+        model.blocks[0].up.eval()
+
+
+@pytest.mark.parametrize("kind", [Block, WithoutNorm])
+@pytest.mark.parametrize("change", [set_on_rank_0, hook_on_rank_0, evaluate_on_rank_0])
+@pytest.mark.parametrize("at", [0, 3])
+def test_what_one_rank_does_alone(kind, change, at):
+    """It computes on DTensors, with the messages of the others; ranks agree on trials before they make them."""
 
     def program(group):
-        models = make_both(Block)(group)
-        for step in range(6):
+        models = make_both(kind)(group)
+        for step in range(8):
             if step == at:
                 change(models[0], group)
             check_equal(models, batch(step, length=5 + step % 3))
         return is_local(models[0])
 
-    # In the first forward the attribute is as it was from the beginning, and the hook ends trials for all.
-    expected = {set_on_rank_0: [True, True], hook_on_rank_0: [False, False]}
-    assert run_ranks(program, 2) == ([False, True] if at else expected[change])
+    if kind is WithoutNorm or (at == 0 and change is not set_on_rank_0):
+        expected = [False, False]
+    elif at == 0:
+        expected = [True, True]
+    else:
+        expected = [change is evaluate_on_rank_0, True]  # with another kind of forwards
+    assert run_ranks(program, 2) == expected
+
+
+class Optioned(Block):
+    """An argument that changes nothing."""
+
+    def forward(self, x, name=""):
+        assert name is not None
+        return super().forward(x)
+
+
+class Passing(Model):
+    """A model whose blocks get the argument."""
+
+    def forward(self, x, name=""):
+        for block in self.blocks:
+            x = block(x, name=name)
+        return x
+
+
+def test_a_copy_and_other_arguments_on_one_rank():
+    """Both make kinds that this rank alone has."""
+    initial = Passing(Optioned)
+
+    def program(group):
+        mesh = fd.DeviceMesh(group, (2,))
+        models = [fd.parallelize(copy.deepcopy(initial), mesh, PLAN, local_blocks=local) for local in (True, False)]
+        for step in range(12):
+            if step == 4 and group.rank == 0:
+                models[0] = copy.deepcopy(models[0])
+            name = f"step {step}" if group.rank == 0 and step in (1, 2, 8, 9) else ""
+            ones, others = (model(batch(step, length=5 + step), name=name) for model in models)
+            assert torch.equal(ones, others)
+
+    run_ranks(program, 2)
 
 
 def test_hooks_of_parameters_see_no_trial():

@@ -89,7 +89,7 @@ def test_decoding_runs_on_local_tensors(name, monkeypatch):
         assert torch.equal(generate(model, prompt()), expected[0])
         blocks = blocks_of(model)
         assert len(blocks) == 2
-        assert all(one.sizes and not one.has_failed for block in blocks for one in block._trials.values())
+        assert all(one.sizes and not one.has_failed for block in blocks for one in block.trials.values())
         group.barrier()
         seen.clear()
         group.barrier()
@@ -159,7 +159,7 @@ def test_a_forward_that_gives_up_leaves_the_cache(monkeypatch):
         cache = transformers.DynamicCache(config=model.config)
         assert torch.equal(generate(model, prompt(), past_key_values=cache), expected)
         assert [layer.get_seq_length() for layer in cache.layers] == [3 + 7, 3 + 7]
-        assert [any(one.has_given_up for one in block._trials.values()) for block in blocks_of(model)] == [False, True]
+        assert [any(one.has_failed for one in block.trials.values()) for block in blocks_of(model)] == [False, True]
 
     run_ranks(program, 2, backend="simulated")
     assert stopped == [1, 1]
