@@ -5,7 +5,7 @@
 A LlamaForCausalLM of transformers: random weights, 32,000 words, float32, 8 layers of 512 or 1,024 features (4 layers
 of wider ones), one computing thread for each rank. Variants in turns in the same processes:
 
-- "ferrodist": ``fd.parallelize(model, mesh, "auto")``, also with ``local_blocks``,
+- "ferrodist": ``fd.parallelize(model, mesh, "auto")``, also with ``local_blocks=False``: on DTensors,
 - "transformers over ferrodist" and "over gloo": transformers' own tensor parallelism, by its plan, over groups of
   torch.distributed with these backends,
 - "DeepSpeed": its automatic tensor parallelism over its kernel for shared memory, if its package is there
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 
 WORDS, HEAD, START = 32_000, 64, 8
 ALONE = {"one process, 1 thread": 1, "one process, 2 threads": 2}
-LOCAL_BLOCKS = ", local blocks"
-OURS = ("ferrodist", f"ferrodist{LOCAL_BLOCKS}")
+ON_DTENSORS = ", on DTensors"
+OURS = ("ferrodist", f"ferrodist{ON_DTENSORS}")
 THEIRS = {"transformers over ferrodist": "ferrodist", "transformers over gloo": "gloo"}
 """The backend of each."""
 
@@ -136,7 +136,7 @@ def make_variants(group: fd.Backend, width: int, num_tokens: int, prompt_size: i
     mesh = fd.DeviceMesh(group, (group.world_size,), ("tp",))
     made: dict[str, tuple[nn.Module, int]] = {}
     for variant in OURS:
-        local_blocks = None if variant.endswith(LOCAL_BLOCKS) else False
+        local_blocks = False if variant.endswith(ON_DTENSORS) else None
         made[variant] = fd.parallelize(copy.deepcopy(model), mesh, "auto", local_blocks=local_blocks), 1
     for variant, backend in THEIRS.items():
         own = copy.deepcopy(model)

@@ -6,7 +6,7 @@ A step is forward, backward and SGD of a LlamaForCausalLM of transformers: rando
 float32, 8 layers of 512 features (2 layers of wider ones). Two ranks on one host, one computing thread each, variants
 in turns in the same processes:
 
-- "ferrodist": ``fd.parallelize(model, mesh, "auto")``, also with ``local_blocks``, and compiled by torch.compile,
+- "ferrodist": ``fd.parallelize(model, mesh, "auto")``, also with ``local_blocks=False``: on DTensors, and compiled,
 - "transformers over ferrodist" and "over gloo": transformers' own tensor parallelism, by its plan, over groups of
   torch.distributed with these backends,
 - "torch over gloo": ``parallelize_module`` of torch, layers and head by columns and rows,
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 WORDS, TOKENS, HEAD = 8192, 128, 64
 COMPILED = ", compiled"
 ALONE = {"one process, 1 thread": 1, "one process, 2 threads": 2, f"one process, 2 threads{COMPILED}": 2}
-LOCAL_BLOCKS = ", local blocks"
-OURS = ("ferrodist", f"ferrodist{LOCAL_BLOCKS}", f"ferrodist{COMPILED}")
+ON_DTENSORS = ", on DTensors"
+OURS = ("ferrodist", f"ferrodist{ON_DTENSORS}", f"ferrodist{COMPILED}")
 THEIRS = {
     "transformers over ferrodist": "ferrodist",
     "transformers over gloo": "gloo",
@@ -130,7 +130,7 @@ def make_variants(group: fd.Backend, width: int) -> dict[str, Training]:
     made = {
         variant: Training(
             fd.parallelize(
-                copy.deepcopy(model), mesh, "auto", local_blocks=None if variant.endswith(LOCAL_BLOCKS) else False
+                copy.deepcopy(model), mesh, "auto", local_blocks=False if variant.endswith(ON_DTENSORS) else None
             ),
             compiled=variant.endswith(COMPILED),
         )

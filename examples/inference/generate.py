@@ -38,7 +38,7 @@ def load_model(folder: str | None, mesh: fd.DeviceMesh) -> tuple[Any, Any]:
         config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    fd.parallelize(model, mesh, "auto", local_blocks=None, init=None if folder is None else "empty")
+    fd.parallelize(model, mesh, "auto", init=None if folder is None else "empty")
     if folder is None:
         return model, None
     fd.checkpoint.load_hugging_face(folder, model)

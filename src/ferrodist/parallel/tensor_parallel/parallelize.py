@@ -141,11 +141,10 @@ def parallelize(
             calls it; rank 0's values are used. "empty" fills such parameters with NaN, for a load that follows: a rank
             then allocates its shards alone, and nothing is sent. Buffers are initialised as by None.
         local_blocks: Whether blocks of linear layers and norms, as a decoder's layers, compute on local tensors once
-            the ranks have found that this gives the same bits: in the first forwards of a kind, which take longer. None
-            is for blocks whose modules are all of torch, transformers or peft. True is for all blocks: their code must
-            have no state that isn't in attributes, and the forward no effect but its result, for trials repeat it. The
-            ranks must call blocks with the same arguments and modes, for a trial takes all of them. Not with
-            ``check=True``.
+            the ranks have found that this gives the same bits: they try each kind of forwards out, at the beginning of
+            the next one, which takes longer. None is for blocks whose classes are all of torch, transformers or peft.
+            True is for all blocks: their code must have no state that isn't in attributes, and no effect but its
+            result, for trials repeat it. Not with ``check=True``.
 
     Returns:
         ``module``.

@@ -52,7 +52,7 @@ def generate(model: nn.Module, tokens: torch.Tensor, number: int = 8, **options)
 
 
 def split(model: nn.Module, group: fd.Backend) -> nn.Module:
-    return fd.parallelize(copy.deepcopy(model), fd.DeviceMesh(group, (2,), ("tp",)), "auto", local_blocks=None)
+    return fd.parallelize(copy.deepcopy(model), fd.DeviceMesh(group, (2,), ("tp",)), "auto")
 
 
 def blocks_of(model: nn.Module) -> list[LocalBlock]:
