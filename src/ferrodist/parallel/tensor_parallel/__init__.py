@@ -12,7 +12,7 @@
     compiled_forwards.py    placements in graphs of torch.compile
     local_blocks.py         blocks that compute on local tensors; local_calls.py, their layers; local_caches.py,
                             caches in them; local_modules.py, without gradients; local_forwards.py, single layers;
-                            block_trials.py, what a trial compares; trial_queue.py, when; block_state.py, attributes
+                            block_trials.py, trials of them; trial_queue.py, when; block_state.py, attributes
                             that change a path
     parallelize_experts.py  experts of a model whose ranks have different tokens
 """

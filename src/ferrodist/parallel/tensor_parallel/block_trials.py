@@ -1,4 +1,4 @@
-"""What a trial of a block on local tensors looks at, for `LocalBlock`: values, gradients, memory and random numbers."""
+"""Trials of a block on local tensors, for `LocalBlock`: which there were, and what they compare."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,11 +27,47 @@ if TYPE_CHECKING:
 SIMPLE_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 """The types of arguments and results that are compared by value."""
 
+_LEAST_TRIALS = 2
+"""The number of shapes of inputs with which a kind of forward is tried, even if they are about as large."""
+
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _REFUSED_METHODS = {
     *(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__),
     *(torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook),
 }
+
+
+class Kind(NamedTuple):
+    """A kind of forwards that all run in the same way: what decides the code's path, but for sizes."""
+
+    settings: tuple[bool, ...]
+    arguments: tuple[Any, ...]
+
+
+class Trials:
+    """The sizes of inputs with which a kind of forwards was tried."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        self.wanted: set[tuple[torch.Size, ...]] = set()
+        """The sizes of trials that wait for the other ranks."""
+        self.sizes: set[tuple[torch.Size, ...]] = set()
+        self._magnitudes: set[tuple[int, ...]] = set()
+
+    def has_seen(self, sizes: tuple[torch.Size, ...]) -> bool:
+        """Return whether inputs of these sizes need no trial."""
+        is_new = len(self.sizes) < _LEAST_TRIALS and sizes not in self.sizes
+        return not is_new and _magnitudes(sizes) in self._magnitudes
+
+    def add(self, sizes: tuple[torch.Size, ...]) -> None:
+        """Add the sizes of a trial that succeeded."""
+        self.sizes.add(sizes)
+        self._magnitudes.add(_magnitudes(sizes))
+
+
+def _magnitudes(sizes: tuple[torch.Size, ...]) -> tuple[int, ...]:
+    """For each dim the number of bits of its size."""
+    return tuple([dim.bit_length() for size in sizes for dim in size])
 
 
 class _RefuseOperators(DispatchMode):  # type: ignore[misc]

@@ -6,7 +6,7 @@ their tensors are replicated outside of a pair of layers sharded by columns and 
 has its own features or heads, on which the module's code computes as it would on all. Such a block runs on plain
 tensors; its sharded layers sum what has to be summed.
 
-That code is right for this is not assumed but tried. The first forward of a kind (`_Kind`) is on DTensors; then the
+That code is right for this is not assumed but tried. The first forward of a kind (`Kind`) is on DTensors; then the
 block computes random inputs with random parameters in both ways, and the ranks compare results, and gradients if there
 are any, bit by bit. If all are equal on all ranks, later forwards of that kind run on local tensors, else they go on
 with DTensors: code that uses the number of heads or features, parameters in between, or dropout.
@@ -18,9 +18,8 @@ tensors do.
 A trial proves something only for code whose path stays the same. Attributes of the block's modules, and what is in
 them, are compared in each forward (`BlockState`): if they have changed, kinds are tried anew. Sizes are tried again
 when they have doubled. And a block stays on DTensors if its code reads values of tensors, takes gradients of tensors
-that it does not own, or returns an input. Code
-can still have state that nobody sees, and a trial would change it. So blocks of `KNOWN_PACKAGES` alone are tried,
-unless a program says that all may be.
+that it does not own, or returns an input. Code can still have state that nobody sees, and a trial would change it. So
+blocks of `KNOWN_PACKAGES` alone are tried, unless a program says that all may be.
 
 A forward without gradients may also update a key-value cache, as in decoding: a trial works on copies of the cache, and
 compares what is in them afterwards (`local_caches`).
@@ -32,7 +31,7 @@ import contextlib
 import functools
 import inspect
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -42,6 +41,8 @@ from ferrodist.errors import DistributedError
 from ferrodist.parallel.tensor_parallel.block_state import BlockState, UnknownStateError
 from ferrodist.parallel.tensor_parallel.block_trials import (
     SIMPLE_TYPES,
+    Kind,
+    Trials,
     are_equal,
     find_cached,
     generator_states,
@@ -86,10 +87,10 @@ if TYPE_CHECKING:
     from ferrodist.parallel.tensor_parallel.wrapped_forwards import ParallelState
 
 _REPLICATED = (Replicate(),)
-_LEAST_TRIALS = 2
-"""The number of shapes of inputs with which a kind of forward is tried, even if they are about as large."""
 _MOST_KINDS = 8
 """The number of kinds of a block's forward that are tried; a number among the arguments may be another in each."""
+_MOST_WANTED = 4
+"""The number of trials of a kind that wait for other ranks."""
 _MOST_STATES = 4
 """The number of states of a block's modules in which its forwards are tried."""
 
@@ -192,54 +193,24 @@ def _is_even(style: Style, parameters: Sequence[torch.Tensor]) -> bool:
     )
 
 
-class _Kind(NamedTuple):
-    """A kind of forwards that all run in the same way: what decides the code's path, but for sizes."""
-
-    settings: tuple[bool, ...]
-    arguments: tuple[Any, ...]
-
-
-class _Trials:
-    """The sizes of inputs with which a kind of forwards was tried."""
-
-    def __init__(self) -> None:
-        self.has_failed = False
-        self.wanted: set[tuple[torch.Size, ...]] = set()
-        """The sizes of trials that wait for the other ranks."""
-        self.sizes: set[tuple[torch.Size, ...]] = set()
-        self._magnitudes: set[tuple[int, ...]] = set()
-
-    def has_seen(self, sizes: tuple[torch.Size, ...]) -> bool:
-        """Return whether inputs of these sizes need no trial."""
-        is_new = len(self.sizes) < _LEAST_TRIALS and sizes not in self.sizes
-        return not is_new and _magnitudes(sizes) in self._magnitudes
-
-    def add(self, sizes: tuple[torch.Size, ...]) -> None:
-        """Add the sizes of a trial that succeeded."""
-        self.sizes.add(sizes)
-        self._magnitudes.add(_magnitudes(sizes))
-
-
-def _magnitudes(sizes: tuple[torch.Size, ...]) -> tuple[int, ...]:
-    """For each dim the number of bits of its size."""
-    return tuple([dim.bit_length() for size in sizes for dim in size])
-
-
 class _BlockTrial:
     """A trial of a block with inputs of some sizes; see `Trial`."""
 
-    def __init__(self, block: LocalBlock, kind: _Kind, sizes: tuple[torch.Size, ...], args: Any, kwargs: Any) -> None:
+    def __init__(self, block: LocalBlock, kind: Kind, sizes: tuple[torch.Size, ...], args: Any, kwargs: Any) -> None:
         self._block, self._kind, self._sizes = block, kind, sizes
         self._args, self._kwargs = args, kwargs
         self._trials, self._state = block.trials[kind], block.state
         self.description = f"{block.name} {kind} {sizes}"
 
+    def is_obsolete(self) -> bool:
+        """Return whether the modules' state was taken anew since the trial was wanted."""
+        return self._block.state is not self._state
+
     def is_ready(self) -> bool:
         """Return whether the block is as it was when the trial was wanted."""
         block, settings = self._block, self._kind.settings
         return (
-            block.state is self._state
-            and self._state is not None
+            self._state is not None
             and self._state.is_current()
             and block.find_settings() == settings
             and not (torch.is_inference_mode_enabled() and torch.is_grad_enabled())
@@ -254,6 +225,7 @@ class _BlockTrial:
         self._trials.wanted.discard(self._sizes)
         if set(share_bytes(group, "local block", verdict, group.timeout)) == {b"\1"}:
             self._trials.add(self._sizes)
+            self._block.note_success()
         else:
             self._trials.has_failed = True
 
@@ -282,7 +254,9 @@ class LocalBlock:
         self.state: BlockState | None = None
         """The state of the modules for which `trials` are; None before the first forward, and if none is compared."""
         self._num_states = 0
-        self.trials: dict[_Kind, _Trials] = {}
+        self._has_been_local = False
+        """Whether a trial has succeeded, of this block or of the one that it is a copy of."""
+        self.trials: dict[Kind, Trials] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies have: their modules are others, which are tried anew."""
@@ -296,31 +270,39 @@ class LocalBlock:
         for one in find_all(torch.Tensor, [*args, *kwargs.values()]):
             if not isinstance(one, DTensor):
                 check.record("the forward", one, self.mesh)
-        with check.paused():  # other ranks may compute on local tensors, which record nothing more
-            return self._compute(args, kwargs)
-
-    def _compute(self, args: Any, kwargs: Any) -> Any:
         found: list[torch.Size] = []
         kind = self._find_kind(args, kwargs, found)
-        sizes = tuple(found)
-        trials = None if kind is None else self._find_trials(kind)
-        if kind is None or trials is None or sizes in trials.wanted:
+        if kind is None or (kind in self.trials and self.trials[kind].has_failed):
+            return self._forward(*args, **kwargs)
+        # If other ranks may compute on local tensors, which record nothing more, this one doesn't either.
+        with check.paused() if self._has_been_local else contextlib.nullcontext():
+            return self._compute(kind, tuple(found), args, kwargs)
+
+    def _compute(self, kind: Kind, sizes: tuple[torch.Size, ...], args: Any, kwargs: Any) -> Any:
+        trials = self._find_trials(kind)
+        if trials is None:
             return self._forward(*args, **kwargs)
         if not trials.has_seen(sizes):
+            if sizes in trials.wanted or len(trials.wanted) >= _MOST_WANTED:
+                return self._forward(*args, **kwargs)
             return self._want_trial(kind, sizes, args, kwargs)
         with contextlib.suppress(NotLocalError):
             return self._compute_locally(args, kwargs)
         trials.has_failed = True
         return self._forward(*args, **kwargs)
 
-    def _find_trials(self, kind: _Kind) -> _Trials | None:
+    def _find_trials(self, kind: Kind) -> Trials | None:
         """The trials of a kind; None if its forwards are on DTensors."""
         if not (self.is_plain_call() and self._has_known_state()):
             return None
         if kind not in self.trials and len(self.trials) >= _MOST_KINDS:
             return None
-        trials = self.trials.setdefault(kind, _Trials())
+        trials = self.trials.setdefault(kind, Trials())
         return None if trials.has_failed else trials
+
+    def note_success(self) -> None:
+        """Note that a trial has succeeded."""
+        self._has_been_local = True
 
     def is_plain_call(self) -> bool:
         """Return whether nothing looks into the forward or changes what operators do."""
@@ -362,7 +344,7 @@ class LocalBlock:
             *[one.requires_grad for one in self.find_parameters()],
         )
 
-    def _find_kind(self, args: Any, kwargs: Any, sizes: list[torch.Size]) -> _Kind | None:
+    def _find_kind(self, args: Any, kwargs: Any, sizes: list[torch.Size]) -> Kind | None:
         """The kind of a forward, whose sizes are added to a list; None if it must be on DTensors."""
         seen: set[int] = set()
         try:
@@ -370,7 +352,7 @@ class LocalBlock:
             named = tuple([(name, self._describe_argument(one, sizes, seen)) for name, one in kwargs.items()])
         except NotLocalError:
             return None
-        return _Kind(self.find_settings(), (positional, named))
+        return Kind(self.find_settings(), (positional, named))
 
     def _describe_argument(self, value: Any, sizes: list[torch.Size], seen: set[int]) -> Any:
         if not torch.is_grad_enabled() and is_cache(value):
@@ -428,7 +410,7 @@ class LocalBlock:
             self._local_modules = LocalModules(self._module, self.mesh)
         return self._local_modules
 
-    def _want_trial(self, kind: _Kind, sizes: tuple[torch.Size, ...], args: Any, kwargs: Any) -> Any:
+    def _want_trial(self, kind: Kind, sizes: tuple[torch.Size, ...], args: Any, kwargs: Any) -> Any:
         """Compute a forward on DTensors, and want a trial of its kind unless it has other effects than its result."""
         trials, state = self.trials[kind], self.state
         given = find_dtensors([args, kwargs])

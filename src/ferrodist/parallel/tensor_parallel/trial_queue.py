@@ -20,6 +20,9 @@ class Trial(Protocol):
 
     description: str
 
+    def is_obsolete(self) -> bool:
+        """Return whether the trial will never be ready again."""
+
     def is_ready(self) -> bool:
         """Return whether the trial can be made now."""
 
@@ -47,6 +50,8 @@ class TrialQueue:
         self._taken, waiting = [], self._waiting
         self._waiting = []
         for trial, age in waiting:
+            if trial.is_obsolete():
+                continue
             (self._taken if trial.is_ready() else self._waiting).append((trial, age))
         return [trial for trial, _ in self._taken]
 
