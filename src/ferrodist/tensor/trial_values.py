@@ -29,7 +29,7 @@ def random_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def without_values(tensor: torch.Tensor) -> torch.Tensor:
-    """What `random_like` needs of a distributed tensor of floats, without its memory; others are returned detached."""
+    """A distributed tensor of floats without memory, for `random_like`; others are returned detached."""
     if not isinstance(tensor, DTensor) or not tensor.is_floating_point():
         return tensor.detach()
     made = DTensor._wrap(torch.empty_like(tensor._local, device="meta"), tensor._spec)

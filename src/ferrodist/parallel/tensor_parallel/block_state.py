@@ -1,6 +1,6 @@
-"""What may change the path of a block's code: attributes of its modules and their classes, and the objects in them.
+"""The state of a block: attributes of its modules and their classes, and the objects in them.
 
-Each forward compares them, so objects are compared by identity, as they lie in their containers: some microseconds for
+They may change the path of the block's code. Each forward compares them, so objects are compared by identity, as they lie in their containers: some microseconds for
 a decoder's layer and its configuration. Modes of training are left out.
 """
 
@@ -125,7 +125,7 @@ class BlockState:
 
 
 def _items_of(value: Any) -> list[Collection[Any]]:
-    """What an object consists of. UnknownStateError: each use changes it, and nothing shows how."""
+    """The objects in an object. UnknownStateError: each use changes it, and nothing shows how."""
     kind = type(value)
     package = str(kind.__module__).partition(".")[0]
     if hasattr(value, "__next__") or package == "itertools":

@@ -259,7 +259,7 @@ class LocalBlock:
         self.trials: dict[Kind, Trials] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies have: their modules are others, which are tried anew."""
+        """The attributes of copies, whose modules are others and tried anew."""
         return {**self.__dict__, "_local_modules": None, "state": None, "_num_states": 0, "trials": {}}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -337,7 +337,7 @@ class LocalBlock:
         return [getattr(one, "placements", None) for one in self.find_parameters()]
 
     def find_settings(self) -> tuple[bool, ...]:
-        """What else than arguments and state decides the code's path."""
+        """The modes that decide the code's path, besides arguments and state."""
         return (
             torch.is_grad_enabled(),
             *[one.training for one in self._modules],

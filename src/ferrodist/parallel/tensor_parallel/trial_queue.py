@@ -16,7 +16,7 @@ _MOST_FORWARDS = 16
 
 
 class Trial(Protocol):
-    """What a rank wants to try out with all others."""
+    """A trial that a rank wants to make with all others."""
 
     description: str
 
