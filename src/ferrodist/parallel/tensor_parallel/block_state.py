@@ -1,7 +1,7 @@
 """The state of a block: attributes of its modules and their classes, and the objects in them.
 
-They may change the path of the block's code. Each forward compares them, so objects are compared by identity, as they lie in their containers: some microseconds for
-a decoder's layer and its configuration. Modes of training are left out.
+They may change the path of the block's code. Each forward compares them, so objects are compared by identity, as they
+lie in their containers: some microseconds for a decoder's layer and its configuration. Modes of training are left out.
 """
 
 from __future__ import annotations
