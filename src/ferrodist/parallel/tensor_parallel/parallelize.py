@@ -22,6 +22,7 @@ from ferrodist.parallel.module_init import (
 from ferrodist.parallel.program_failures import report_failure
 from ferrodist.parallel.tensor_parallel.async_linear import AsyncTPLinear
 from ferrodist.parallel.tensor_parallel.experts import ExpertStyle, IdentityExpert
+from ferrodist.parallel.tensor_parallel.gathered_method import GatheredMethod
 from ferrodist.parallel.tensor_parallel.local_blocks import LocalBlock, find_local_blocks
 from ferrodist.parallel.tensor_parallel.local_forwards import make_local_forward
 from ferrodist.parallel.tensor_parallel.model_plan import read_plan
@@ -29,7 +30,6 @@ from ferrodist.parallel.tensor_parallel.plan import check_tensors, parameter_pla
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
 from ferrodist.parallel.tensor_parallel.trial_queue import TrialQueue
 from ferrodist.parallel.tensor_parallel.wrapped_forwards import (
-    GatheredMethod,
     ParallelState,
     ReplicatedForward,
     ShardedForward,

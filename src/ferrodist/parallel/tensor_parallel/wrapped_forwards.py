@@ -24,7 +24,7 @@ import xxhash
 
 from ferrodist.collectives.engines.host import share_bytes
 from ferrodist.collectives.objects import all_gather_object
-from ferrodist.errors import CollectiveMismatchError, DistributedError, RankFailedError, add_error_context, ranks_text
+from ferrodist.errors import CollectiveMismatchError, DistributedError, add_error_context
 from ferrodist.parallel.backward_hooks import current_backward_id
 from ferrodist.parallel.program_failures import report_failure
 from ferrodist.parallel.tensor_parallel import compiled_forwards
@@ -267,7 +267,7 @@ class ReplicatedForward:
         replicate = functools.partial(self._replicate, is_by_model=is_by_model)
         args, kwargs = map_nested(replicate, args), map_nested(replicate, kwargs)
         result = map_nested(self._record_result, self._forward(*args, **kwargs))
-        return map_nested(_gather, result) if gathers else result
+        return map_nested(gather, result) if gathers else result
 
     def _describe_call(self) -> tuple[str, str]:
         """The facts of a call that must be the same on all ranks, for `ReplicaCheck.record_call`."""
@@ -455,55 +455,6 @@ class ParallelState:
             ACTIVE_CHECK.reset(before)
 
 
-class GatheredMethod:
-    """A method such as ``generate``, which calls the model's forwards and works on their caches.
-
-    All ranks call it, with the same inputs, and draw the same random numbers. The ranks compare what it gives to
-    forwards and what it returns, and an error on one rank is one on all.
-    """
-
-    def __init__(self, method: Callable[..., Any], state: ParallelState) -> None:
-        functools.update_wrapper(self, method)
-        self._method, self._state = method, state
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method; its results are plain tensors."""
-        state = self._state
-        check = state.make_check()
-
-        def gather(tensor: torch.Tensor) -> torch.Tensor:
-            full = _gather(tensor)
-            check.record("the result", full, state.mesh)
-            return full
-
-        try:
-            with state.checking(check):
-                result = map_nested(gather, self._method(*args, **kwargs))
-        except Exception:
-            with contextlib.suppress(DistributedError):  # if the others are in another collective, they raise in that
-                self._agree_on_end(failed=True)
-            raise
-        self._agree_on_end(failed=False)
-        return result
-
-    def _agree_on_end(self, *, failed: bool) -> None:
-        """Raise RankFailedError if the method failed on another rank; all ranks call this at its end."""
-        group, name = self._state.mesh.group, getattr(self._method, "__name__", "a method")
-        if group.world_size == 1 or group.failure is not None:
-            return
-        with add_error_context(
-            lambda: f"Rank {group.rank} was at the end of {name}() of a parallelized model.",
-            "Every rank must call it, with the same inputs and the same state of torch's random generator.",
-        ):
-            ends = share_bytes(group, "end_of_method", bytes([failed]), group.timeout)
-        ranks = tuple(rank for rank, end in enumerate(ends) if end == b"\1")
-        if ranks and not failed:
-            raise RankFailedError(
-                f"{name}() of a parallelized model failed on {ranks_text(ranks)} of group {group.name!r}, and ends on"
-                " all ranks: see the error there",
-                ranks=ranks,
-            )
-
-
-def _gather(tensor: torch.Tensor) -> torch.Tensor:
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor of a DTensor; others are returned as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
