@@ -270,18 +270,17 @@ class LocalBlock:
         for one in find_all(torch.Tensor, [*args, *kwargs.values()]):
             if not isinstance(one, DTensor):
                 check.record("the forward", one, self.mesh)
-        found: list[torch.Size] = []
-        kind = self._find_kind(args, kwargs, found)
-        if kind is None or (kind in self.trials and self.trials[kind].has_failed):
-            return self._forward(*args, **kwargs)
         # If other ranks may compute on local tensors, which record nothing more, this one doesn't either.
         with check.paused() if self._has_been_local else contextlib.nullcontext():
-            return self._compute(kind, tuple(found), args, kwargs)
+            return self._compute(args, kwargs)
 
-    def _compute(self, kind: Kind, sizes: tuple[torch.Size, ...], args: Any, kwargs: Any) -> Any:
-        trials = self._find_trials(kind)
-        if trials is None:
+    def _compute(self, args: Any, kwargs: Any) -> Any:
+        found: list[torch.Size] = []
+        kind = self._find_kind(args, kwargs, found)
+        trials = None if kind is None else self._find_trials(kind)
+        if kind is None or trials is None:
             return self._forward(*args, **kwargs)
+        sizes = tuple(found)
         if not trials.has_seen(sizes):
             if sizes in trials.wanted or len(trials.wanted) >= _MOST_WANTED:
                 return self._forward(*args, **kwargs)
