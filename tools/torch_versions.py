@@ -35,8 +35,8 @@ COLLECTIVES = "tests/unit/collectives"
 SUBJECTS = {
     "torch backend": [
         *("tests/unit/torch_backend", "tests/torch_backend"),
-        *(f"tests/programs/test_{name}.py" for name in ("torch_examples", "torch_suite", "auto_plans")),
-        *(f"tests/programs/test_{name}.py" for name in ("transformers", "transformers_generate")),
+        *(f"tests/programs/test_{name}.py" for name in ("torch_examples", "torch_launcher", "torch_suite")),
+        *(f"tests/programs/test_{name}.py" for name in ("auto_plans", "transformers", "transformers_generate")),
     ],
     "tensors": ["tests/unit/tensor"],
     "parallel": [

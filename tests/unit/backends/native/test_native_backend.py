@@ -53,7 +53,7 @@ def test_kernels_fold_as_the_reference(dtype, num_inputs):
 
 @pytest.mark.parametrize("dtype", _SMALL_FLOATS, ids=str)
 def test_every_rounding_of_a_small_float(dtype):
-    """A sum of any two values of a small float rounds as torch does: all pairs of 8 bits, and 2**24 pairs of 16."""
+    """A sum of any two values of a small float rounds as torch does: all pairs of 8 bits, and 2**22 pairs of 16."""
     if dtype.itemsize == 1:
         codes = torch.arange(256, dtype=torch.uint8)
         a, b = torch.meshgrid(codes, codes, indexing="ij")
@@ -61,8 +61,8 @@ def test_every_rounding_of_a_small_float(dtype):
     else:
         codes = torch.arange(65536, dtype=torch.int32).to(torch.int16)
         pairs = [
-            codes.repeat(256).view(dtype),
-            torch.cat([codes.roll(shift * 257) for shift in range(256)]).view(dtype),
+            codes.repeat(64).view(dtype),
+            torch.cat([codes.roll(shift * 1025) for shift in range(64)]).view(dtype),
         ]
     for op in (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PRODUCT):
         expected = fold(op, pairs)
