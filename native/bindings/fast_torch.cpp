@@ -25,7 +25,7 @@ namespace {
 // a started call a tuple: its `Started`, and for the error the operation, a tensor, and other fields of a
 // `CollectiveOp`.
 //
-// What a call gives to the engine is what torch_backend/collectives.py gives it for the same call, so that the ranks
+// What a call gives to the engine is what torch_backend/general_calls.py gives it for the same call, so that the ranks
 // may take different paths: numbers of elements, and units of one element. Lists of different sizes, which ranks must
 // compare first, and tensors that overlap are left to that module.
 

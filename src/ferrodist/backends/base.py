@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 class FastPath(NamedTuple):
     """The compiled objects that take a group's plain calls without the Python layers between.
 
-    native/bindings/fast_path.cpp and `ferrodist.collectives.fast_path` read it.
+    native/bindings/fast_call.cpp, fast_p2p.cpp and `ferrodist.collectives.fast_path` read it.
     """
 
-    communicator: Any  # None until the group's first collective opens it, in backends/native/engine.py
+    communicator: Any  # None until it is open, in a sub-group by the first collective: backends/native/engine.py
     timeout: float  # the group's, in seconds
     engine: Any  # makes errors of the communicator's failures
     p2p: Any

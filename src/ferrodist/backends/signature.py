@@ -1,4 +1,4 @@
-"""The signature of a collective call: 192 bytes that ranks compare before a result is written."""
+"""The signature of a collective call: 192 bytes that ranks exchange, and compare, before a result is written."""
 
 from __future__ import annotations
 

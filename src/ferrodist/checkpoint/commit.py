@@ -1,8 +1,8 @@
 """The commit by rank 0, and the removal of the leftovers of dead saves.
 
 [Note: commit]
-A checkpoint exists when its manifest does: ``put`` of the manifest is the last step of a save, and it is atomic. Files
-of tensors are written before, under names that no committed manifest of the folder mentions. A save has an id:
+A checkpoint exists when its manifest does: ``put`` of the manifest commits a save, and it is atomic. Files of tensors
+are written before, under names that no committed manifest of the folder mentions. A save has an id:
 
     rank 0    begin(id)
     all       create(id, name, size).write(...).close()        durable when close returns

@@ -1,7 +1,7 @@
 """allreduce, reduce and broadcast; reduce and broadcast are each other's gradient. reduce_scatter is in `all_gather`.
 
-A plain call of `allreduce` or `broadcast` goes straight into the compiled engine; every other call takes the general
-path, as a `CollectiveOp`. `gpu_allreduce` and `gpu_broadcast` take tensors on GPUs only.
+A plain call goes straight into the compiled engine, and a small one over an MPI into that; every other call takes the
+general path, as a `CollectiveOp`. `gpu_allreduce` and `gpu_broadcast` take tensors on GPUs only.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def allreduce(
     if is_profiling() and not is_recorded():
         return record(allreduce, tensor, op, group=group, out=out, timeout=timeout)
     # Plain calls go straight into C++, native/bindings/fast_path.cpp. The others get None and take the general path, as
-    # does a group's first call, which opens the engine.
+    # does a sub-group's first call, which opens the engine.
     result = compiled.fast_allreduce(tensor, op, group, out, timeout)
     if result is None:
         result = small_mpi_allreduce(tensor, op, group, out, timeout)

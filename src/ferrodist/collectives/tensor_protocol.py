@@ -1,4 +1,4 @@
-"""The point-to-point protocol of tensors on the host, described in native/bindings/tensor_p2p.cpp as well.
+"""The point-to-point protocol of tensors on the host; native/bindings/tensor_p2p.cpp follows it, too.
 
     elements of up to `Backend.inline_limit` bytes    one message: header and elements
     more                                              two messages: header; payload, under an id from the header

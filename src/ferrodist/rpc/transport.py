@@ -1,6 +1,6 @@
 """Transports of agents: each rank has a group of two with every other rank that is there.
 
-They are made once; messages then go by the groups' own ``try_send``.
+A group lives as long as its connection; frames go by its ``try_send`` where they can, other messages by ``isend``.
 """
 
 from __future__ import annotations

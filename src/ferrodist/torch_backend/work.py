@@ -1,4 +1,4 @@
-"""The `Work` objects that torch's functions return, and how a group starts, orders and drains what they stand for.
+"""The `Work` objects that torch's functions return, and whether a group has drained them.
 
 A collective becomes a `CollectiveWork`, started in the `CallbackLevel` of the thread's depth of callbacks
 (`callback_levels.py`). Sends and receives are in `messages.py`.

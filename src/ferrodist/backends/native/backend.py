@@ -1,4 +1,4 @@
-"""The native backend: a TCP control plane, and a compiled data plane for messages and collectives."""
+"""The native backend: a TCP control plane, and compiled engines for messages and collectives."""
 
 from __future__ import annotations
 

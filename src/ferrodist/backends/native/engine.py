@@ -38,7 +38,8 @@ _POLL_INTERVAL_SECONDS = 0.05
 class NativeEngine:
     """A `HostEngine` of a group whose ranks share memory on each host, and are connected between hosts.
 
-    The first collective opens memory and connections, so that making a group takes no message.
+    `open` opens memory and connections: for a new group at once, for a sub-group at its first collective, so that
+    making one takes no message.
     """
 
     def __init__(self, group: Backend, topology: HostTopology) -> None:
@@ -72,7 +73,7 @@ class NativeEngine:
             return self._num_reserved - 1
 
     def open(self, call: CollectiveSignature, timeout: float) -> None:
-        """Open the communicator, for the first collective of the group."""
+        """Open the communicator. All ranks call it: as the group is made, or for a sub-group's first collective."""
         deadline = Deadline(timeout)
         self._has_begun = True
         communicator = open_communicator(self._group, self._topology, call, timeout)

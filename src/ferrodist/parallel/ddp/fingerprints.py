@@ -5,8 +5,8 @@ Buckets of two models may have one size and dtype, so that a collective can't te
 carries two more elements for each rank, the rank's *fingerprint*: the id of the model within the group and the index of
 the bucket within the model. Each rank writes its own fingerprint and leaves the others 0, so that the mean over the
 ranks holds all of them, divided by the number of ranks. Every rank compares them before it uses a gradient, and all
-reach the same verdict without another message. Ids go from 1 to 127 and then start again, since bfloat16 has 8 bits to
-tell the quotients apart: two models whose ids differ by 127 look alike.
+reach the same verdict without another message. In a fingerprint ids go from 1 to 127 and then start again, since
+bfloat16 has 8 bits to tell the quotients apart: two models whose ids differ by 127 look alike.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 After S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020
 (https://arxiv.org/abs/1910.02054), and Y. Zhao et al., "PyTorch FSDP", VLDB 2023 (https://arxiv.org/abs/2304.11277).
 For a model of n elements on p ranks a step of FULL_SHARD sends 3 n (p - 1) / p elements from each rank: two all_gathers
-and one reduce_scatter for each unit. On one host only gradients move: ranks compute with each other's shards in shared
-memory (`flat_memory.py`), and the all_gathers become tokens of a few bytes.
+and one reduce_scatter for each unit. On one host ranks compute with each other's large shards in shared memory
+(`flat_memory.py`): only gradients move, and these all_gathers become tokens of a few bytes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ The modules::
     pipeline.py             Pipeline, and the scope of its steps   microbatch.py          batches split; outputs, losses
     schedule_executor.py    a rank's actions, sends, receives      tied_parameters.py     parameters of several stages
     schedule/ir.py          schedules as data, and as text         stage.py               Stage: forward and backward
-    schedule/build.py       a module for each kind of schedule     split_backward.py      backward in two phases
+    schedule/build.py       a schedule by its name                 split_backward.py      backward in two phases
     schedule/lowering.py    sends and receives added               state_dict.py          names of the whole model
     schedule/simulate.py    when each rank computes                split.py               a Sequential cut into stages
     schedule/validate.py    schedules checked before use           measure.py             time of each of its children
