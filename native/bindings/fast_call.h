@@ -186,10 +186,15 @@ inline std::size_t size_of_pair(const Pair& pair) {
     return std::max(pair.source.count, pair.out.count) * size_of(pair.source.dtype);
 }
 
-// Whether the shapes are equal except for the first dim, which is `factor` times as long in `longer`.
-inline bool fits(std::span<const std::int64_t> longer, std::span<const std::int64_t> shorter, int factor) {
-    return !shorter.empty() && longer.size() == shorter.size() && longer[0] == factor * shorter[0] &&
-           std::equal(longer.begin() + 1, longer.end(), shorter.begin() + 1);
+// Whether the shapes are equal except for a dim, which is `factor` times as long in `longer`, and the dims before it are
+// 1, so that parts along it lie one after the other.
+inline bool fits(std::span<const std::int64_t> longer, std::span<const std::int64_t> shorter, int factor, int dim = 0) {
+    const auto at = static_cast<std::size_t>(dim);
+    if (dim < 0 || at >= shorter.size() || longer.size() != shorter.size()) return false;
+    const auto is_one = [](std::int64_t size) { return size == 1; };
+    return longer[at] == factor * shorter[at] && std::all_of(longer.begin(), longer.begin() + dim, is_one) &&
+           std::all_of(shorter.begin(), shorter.begin() + dim, is_one) &&
+           std::equal(longer.begin() + dim + 1, longer.end(), shorter.begin() + dim + 1);
 }
 
 template <class Go>
@@ -250,27 +255,28 @@ bool pass_broadcast_if_plain(const Communicator& self, const std::optional<Pair>
 }
 
 template <class Go>
-bool pass_all_gather_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
+bool pass_all_gather_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int dim, const Go& go) {
     const auto pair = view_pair(tensor, out);
-    if (!pair || !fits(pair->out.shape, pair->source.shape, self.num_ranks()) || overlap(*pair)) return false;
+    if (!pair || !fits(pair->out.shape, pair->source.shape, self.num_ranks(), dim) || overlap(*pair)) return false;
     go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->source.count,
-                             dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
+                             dtype = pair->source.dtype, dim](Context& context, const Deadline& deadline) {
         std::fill(context.counts.begin(), context.counts.end(), count);
-        all_gather(context, out, source, context.counts, dtype, 0, deadline);
+        all_gather(context, out, source, context.counts, dtype, dim, deadline);
     });
     return true;
 }
 
 template <class Go>
-bool pass_reduce_scatter_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int op, const Go& go) {
+bool pass_reduce_scatter_if_plain(const Communicator& self, nb::handle tensor, nb::handle out, int op, int dim,
+                                  const Go& go) {
     const auto pair = view_pair(tensor, out);
-    if (!pair || !fits(pair->source.shape, pair->out.shape, self.num_ranks()) || overlap(*pair)) return false;
+    if (!pair || !fits(pair->source.shape, pair->out.shape, self.num_ranks(), dim) || overlap(*pair)) return false;
     const auto found = reduction_of(pair->source.dtype, op);
     if (!found) return false;
     go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->out.count,
-                             reduction = *found](Context& context, const Deadline& deadline) {
+                             reduction = *found, dim](Context& context, const Deadline& deadline) {
         std::fill(context.counts.begin(), context.counts.end(), count);
-        reduce_scatter(context, out, source, context.counts, 0, reduction, deadline);
+        reduce_scatter(context, out, source, context.counts, dim, reduction, deadline);
     });
     return true;
 }

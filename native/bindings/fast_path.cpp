@@ -79,11 +79,11 @@ PyObject* fast_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count
 PyObject* fast_all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 5) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], dim = arguments[1], group = arguments[2], out = arguments[3];
-    const auto path = index_of(dim) == 0 ? find_fast_path(group, arguments[4]) : std::nullopt;
+    const auto path = find_fast_path(group, arguments[4]);
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "all_gather", tensor, out_or_new(out, tensor, Shape::joined, path->num_ranks()),
                     {{"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
-                        return pass_all_gather_if_plain(*path->communicator, tensor, result, go);
+                        return pass_all_gather_if_plain(*path->communicator, tensor, result, index_of(dim), go);
                     });
 }
 
@@ -91,11 +91,73 @@ PyObject* fast_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t 
     if (count != 6) Py_RETURN_NONE;
     const nb::handle tensor = arguments[0], op = arguments[1], dim = arguments[2], group = arguments[3],
                      out = arguments[4];
-    const auto path = index_of(dim) == 0 ? find_fast_path(group, arguments[5]) : std::nullopt;
+    const auto path = find_fast_path(group, arguments[5]);
     if (!path) Py_RETURN_NONE;
     return run_fast(*path, "reduce_scatter", tensor, out_or_new(out, tensor, Shape::part, path->num_ranks()),
                     {{"op", op.ptr()}, {"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
-                        return pass_reduce_scatter_if_plain(*path->communicator, tensor, result, number_of(op), go);
+                        return pass_reduce_scatter_if_plain(*path->communicator, tensor, result, number_of(op),
+                                                            index_of(dim), go);
+                    });
+}
+
+constexpr int end_of_dims = 64;  // torch's tensors have fewer
+constexpr std::array<std::int64_t, 1> one_dim = {0};
+
+// The numbers of elements of a list with one for each rank, or of equal parts for None; empty if it fits neither.
+std::vector<std::size_t> elements_of(nb::handle counts, const OpenFastPath& path, std::size_t total_if_equal) {
+    if (!counts.is_none()) return counts_of(counts, *path.communicator);
+    if (total_if_equal % path.num_ranks() != 0) return {};
+    return std::vector<std::size_t>(path.num_ranks(), total_if_equal / path.num_ranks());
+}
+
+// The ranks' elements one after the other: tensor, the ranks' numbers of elements (None: all alike), dim, group, timeout.
+// The caller joins them along the dim, which is compared only.
+PyObject* fast_all_gather_flat(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 5) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0];
+    const int dim = index_of(arguments[2]);
+    const auto path = find_fast_path(arguments[3], arguments[4]);
+    const auto source = path ? view_tensor(tensor.ptr()) : std::nullopt;
+    if (!source || dim < 0 || dim >= end_of_dims) Py_RETURN_NONE;
+    const auto counts = elements_of(arguments[1], *path, source->count * path->num_ranks());
+    if (counts.empty() || counts[static_cast<std::size_t>(path->communicator->rank())] != source->count) Py_RETURN_NONE;
+    const std::size_t total = std::accumulate(counts.begin(), counts.end(), std::size_t{0});
+    return run_fast(*path, "all_gather", tensor, new_tensor(static_cast<std::uint8_t>(source->dtype), one_dim, total),
+                    {{"dim", arguments[2]}, {"counts", arguments[1]}}, [&](nb::handle result, const auto& go) {
+                        const auto pair = view_pair(tensor, result);
+                        if (!pair) return false;
+                        go(size_of_pair(*pair), [&](Context& context, const Deadline& deadline) {
+                            all_gather(context, pair->out.data, pair->source.data, counts, pair->source.dtype, dim,
+                                       deadline);
+                        });
+                        return true;
+                    });
+}
+
+// This rank's part of a fold: a tensor with the ranks' parts one after the other, op, their numbers of elements (None:
+// all alike), dim, group, timeout.
+PyObject* fast_reduce_scatter_flat(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 6) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0], op = arguments[1];
+    const int dim = index_of(arguments[3]);
+    const auto path = find_fast_path(arguments[4], arguments[5]);
+    const auto source = path ? view_tensor(tensor.ptr()) : std::nullopt;
+    if (!source || dim < 0 || dim >= end_of_dims) Py_RETURN_NONE;
+    const auto counts = elements_of(arguments[2], *path, source->count);
+    if (std::accumulate(counts.begin(), counts.end(), std::size_t{0}) != source->count || counts.empty())
+        Py_RETURN_NONE;
+    const auto found = reduction_of(source->dtype, number_of(op));
+    if (!found) Py_RETURN_NONE;
+    const std::size_t own = counts[static_cast<std::size_t>(path->communicator->rank())];
+    return run_fast(*path, "reduce_scatter", tensor, new_tensor(static_cast<std::uint8_t>(source->dtype), one_dim, own),
+                    {{"op", op.ptr()}, {"dim", arguments[3]}, {"counts", arguments[2]}},
+                    [&](nb::handle result, const auto& go) {
+                        const auto pair = view_pair(tensor, result);
+                        if (!pair) return false;
+                        go(size_of_pair(*pair), [&](Context& context, const Deadline& deadline) {
+                            reduce_scatter(context, pair->out.data, pair->source.data, counts, dim, *found, deadline);
+                        });
+                        return true;
                     });
 }
 
@@ -197,6 +259,8 @@ PyMethodDef fast_functions[] = {
     fast_method<fast_broadcast>("fast_broadcast"),
     fast_method<fast_all_gather>("fast_all_gather"),
     fast_method<fast_reduce_scatter>("fast_reduce_scatter"),
+    fast_method<fast_all_gather_flat>("fast_all_gather_flat"),
+    fast_method<fast_reduce_scatter_flat>("fast_reduce_scatter_flat"),
     fast_method<fast_all_to_all>("fast_all_to_all"),
     fast_method<fast_all_to_all_list>("fast_all_to_all_list"),
     fast_method<fast_all_to_all_single_uneven>("fast_all_to_all_single_uneven"),
@@ -241,18 +305,19 @@ void bind_fast_path(nb::module_& m, nb::class_<Communicator>& communicator) {
             "tensor"_a.none(), "out"_a.none(), "root"_a, "timeout"_a)
         .def(
             "start_all_gather",
-            [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
+            [](Communicator& self, nb::handle tensor, nb::handle out, int dim, double timeout) {
                 return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return pass_all_gather_if_plain(self, tensor, out, go); });
+                             [&](const auto& go) { return pass_all_gather_if_plain(self, tensor, out, dim, go); });
             },
-            "tensor"_a.none(), "out"_a.none(), "timeout"_a)
+            "tensor"_a.none(), "out"_a.none(), "dim"_a, "timeout"_a)
         .def(
             "start_reduce_scatter",
-            [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
-                return start(self, tensor, out, timeout,
-                             [&](const auto& go) { return pass_reduce_scatter_if_plain(self, tensor, out, op, go); });
+            [](Communicator& self, nb::handle tensor, nb::handle out, int op, int dim, double timeout) {
+                return start(self, tensor, out, timeout, [&](const auto& go) {
+                    return pass_reduce_scatter_if_plain(self, tensor, out, op, dim, go);
+                });
             },
-            "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
+            "tensor"_a.none(), "out"_a.none(), "op"_a, "dim"_a, "timeout"_a)
         .def(
             "start_all_to_all",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {

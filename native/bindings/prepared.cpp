@@ -63,14 +63,13 @@ constexpr Kind kinds[] = {
     {"all_gather",
      {"dim"},
      [](const Call& call, Plan& plan) {
-         return index_of(call.rest[0]) == 0 &&
-                pass_all_gather_if_plain(call.communicator, call.tensor, call.out, into(plan));
+         return pass_all_gather_if_plain(call.communicator, call.tensor, call.out, index_of(call.rest[0]), into(plan));
      }},
     {"reduce_scatter",
      {"op", "dim"},
      [](const Call& call, Plan& plan) {
-         return index_of(call.rest[1]) == 0 && pass_reduce_scatter_if_plain(call.communicator, call.tensor, call.out,
-                                                                            number_of(call.rest[0]), into(plan));
+         return pass_reduce_scatter_if_plain(call.communicator, call.tensor, call.out, number_of(call.rest[0]),
+                                             index_of(call.rest[1]), into(plan));
      }},
     {"all_to_all",
      {},

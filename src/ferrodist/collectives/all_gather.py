@@ -26,7 +26,12 @@ from ferrodist.collectives.arguments import (
 )
 from ferrodist.collectives.engines.host import host_engine_of, share_bytes
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.fast_path import start_all_gather, start_reduce_scatter
+from ferrodist.collectives.fast_path import (
+    gather_along,
+    reduce_scatter_along,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from ferrodist.collectives.graphs import in_graphs
 from ferrodist.collectives.mpi_small_calls import small_mpi_all_gather
 from ferrodist.collectives.payloads import (
@@ -85,7 +90,10 @@ def all_gather(
     """
     if is_profiling() and not is_recorded():
         return record(all_gather, tensor, dim, group=group, out=out, timeout=timeout)
-    result = compiled.fast_all_gather(tensor, dim, group, out, timeout)
+    if out is None and dim != 0:
+        result = gather_along(tensor, dim, group, timeout)
+    else:
+        result = compiled.fast_all_gather(tensor, dim, group, out, timeout)
     if result is None:
         result = small_mpi_all_gather(tensor, dim, group, out, timeout)
     return execute(all_gather_call(tensor, dim, group, out, timeout)) if result is None else result
@@ -277,7 +285,10 @@ def reduce_scatter(
     """
     if is_profiling() and not is_recorded():
         return record(reduce_scatter, tensor, op, dim=dim, group=group, out=out, timeout=timeout)
-    result = compiled.fast_reduce_scatter(tensor, op, dim, group, out, timeout)
+    if out is None and dim != 0:
+        result = reduce_scatter_along(tensor, op, dim, group, timeout)
+    else:
+        result = compiled.fast_reduce_scatter(tensor, op, dim, group, out, timeout)
     return execute(reduce_scatter_call(tensor, op, dim, group, out, timeout)) if result is None else result
 
 
@@ -315,7 +326,8 @@ def all_gather_with_sizes(
     """`all_gather_uneven` with known sizes: rank r's tensor has ``sizes[r]`` along ``dim``."""
     if is_profiling() and not is_recorded():
         return record(all_gather_with_sizes, tensor, sizes, dim=dim, group=group, timeout=timeout)
-    return execute(all_gather_call(tensor, dim, group, None, timeout, sizes))
+    result = gather_along(tensor, dim, group, timeout, sizes)
+    return execute(all_gather_call(tensor, dim, group, None, timeout, sizes)) if result is None else result
 
 
 def reduce_scatter_with_sizes(
@@ -324,7 +336,8 @@ def reduce_scatter_with_sizes(
     """`reduce_scatter` with given sizes: rank r gets ``sizes[r]`` along ``dim``. SUM is the gradient of all_gather."""
     if is_profiling() and not is_recorded():
         return record(reduce_scatter_with_sizes, tensor, sizes, op, dim=dim, group=group)
-    return execute(reduce_scatter_call(tensor, op, dim, group, None, None, sizes))
+    result = reduce_scatter_along(tensor, op, dim, group, None, sizes)
+    return execute(reduce_scatter_call(tensor, op, dim, group, None, None, sizes)) if result is None else result
 
 
 def reduce_scatter_call(  # noqa: PLR0917 - the public signature

@@ -102,7 +102,13 @@ def _public_name(name: str, arguments: tuple[Any, ...]) -> str:
         return "all_gather_object" if arguments[1] is None else "gather_object"
     if name == "fast_object_from_root":
         return "scatter_object" if arguments[2] else "broadcast_object"
-    name = name.removeprefix("small_mpi_").removeprefix("fast_").removeprefix("torch_").removesuffix("_list")
+    name = (
+        name.removeprefix("small_mpi_")
+        .removeprefix("fast_")
+        .removeprefix("torch_")
+        .removesuffix("_list")
+        .removesuffix("_flat")
+    )
     return name.replace("start_", "async_")
 
 

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from ferrodist.backends import process_group
 from ferrodist.backends.native.binding import compiled, is_native_available
+from ferrodist.collectives.arguments import check_tensor, compute_shard_sizes, flatten_parts
 from ferrodist.collectives.call_log import reported, start_log
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.work import PendingCollective, collector
@@ -29,7 +30,7 @@ from ferrodist.deadline import check_timeout
 from ferrodist.torch_private.autograd import increment_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
 
@@ -57,30 +58,30 @@ def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out:
 
 @reported
 def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None) -> Any:
-    """`async_all_gather` along dim 0."""
+    """`async_all_gather` along a dim whose parts lie one after the other."""
     path = _path_of(group)
-    if path is None or dim != 0:
+    if path is None or type(dim) is not int or (dim != 0 and out is None):
         return None
     target = _gathered(tensor, path.engine.num_ranks) if out is None else out
     if target is None:
         return None
-    started = path.communicator.start_all_gather(tensor, target, path.timeout)
-    return started and _NativeWork("all_gather", path.engine, started, tensor, target, {"dim": 0})
+    started = path.communicator.start_all_gather(tensor, target, dim, path.timeout)
+    return started and _NativeWork("all_gather", path.engine, started, tensor, target, {"dim": dim})
 
 
 @reported
 def start_reduce_scatter(
     tensor: torch.Tensor, op: Any, dim: int, group: Backend | None, out: torch.Tensor | None
 ) -> Any:
-    """`async_reduce_scatter` into even parts of dim 0."""
+    """`async_reduce_scatter` into even parts of a dim, which lie one after the other."""
     path = _path_of(group)
-    if path is None or dim != 0:
+    if path is None or type(dim) is not int or (dim != 0 and out is None):
         return None
     target = _scattered(tensor, path.engine.num_ranks) if out is None else out
     if target is None:
         return None
-    started = path.communicator.start_reduce_scatter(tensor, target, getattr(op, "number", -1), path.timeout)
-    return started and _NativeWork("reduce_scatter", path.engine, started, tensor, target, {"op": op, "dim": 0})
+    started = path.communicator.start_reduce_scatter(tensor, target, getattr(op, "number", -1), dim, path.timeout)
+    return started and _NativeWork("reduce_scatter", path.engine, started, tensor, target, {"op": op, "dim": dim})
 
 
 @reported
@@ -92,6 +93,54 @@ def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Ten
         return None
     started = path.communicator.start_all_to_all(tensor, target, path.timeout)
     return started and _NativeWork("all_to_all", path.engine, started, tensor, target)
+
+
+def gather_along(
+    tensor: torch.Tensor, dim: int, group: Backend | None, timeout: float | None, sizes: Sequence[int] | None = None
+) -> torch.Tensor | None:
+    """`all_gather` along any dim, with the ranks' sizes along it (None: all alike), into a new tensor."""
+    if _path_of(group) is None or not _is_plain(tensor) or type(dim) is not int:
+        return None
+    shape = tensor.shape
+    dim = dim + len(shape) if dim < 0 else dim
+    if not 0 <= dim < len(shape) or not tensor.numel():
+        return None
+    row = tensor.numel() // shape[dim]
+    counts = None if sizes is None else [size * row for size in sizes]
+    flat = compiled.fast_all_gather_flat(tensor.contiguous(), counts, dim, group, timeout)
+    if flat is None:
+        return None
+    before, after = shape[:dim], shape[dim + 1 :]
+    if math.prod(before) == 1:
+        return flat.view(*before, len(flat) // row, *after)
+    if counts is None:
+        return flat.view(-1, *shape).movedim(0, dim).flatten(dim, dim + 1)
+    parts = flat.split(counts)
+    return torch.cat([part.view(*before, size, *after) for part, size in zip(parts, sizes, strict=True)], dim)
+
+
+def reduce_scatter_along(  # noqa: PLR0917 - the public signature
+    tensor: torch.Tensor,
+    op: Any,
+    dim: int,
+    group: Backend | None,
+    timeout: float | None,
+    sizes: Sequence[int] | None = None,
+) -> torch.Tensor | None:
+    """`reduce_scatter` into parts of any dim, of the given sizes (None: `compute_shard_sizes`), to a new tensor."""
+    path = _path_of(group)
+    if path is None or not _is_plain(tensor) or type(dim) is not int:
+        return None
+    shape = tensor.shape
+    dim = dim + len(shape) if dim < 0 else dim
+    if not 0 <= dim < len(shape) or not tensor.numel():
+        return None
+    sizes = compute_shard_sizes(shape[dim], path.engine.num_ranks) if sizes is None else sizes
+    row = tensor.numel() // shape[dim]
+    check_tensor(tensor)  # what the parts are copied from is not what the engine would check
+    source = flatten_parts(tensor, dim, sizes)
+    flat = compiled.fast_reduce_scatter_flat(source, op, [size * row for size in sizes], dim, group, timeout)
+    return None if flat is None else flat.view(*shape[:dim], len(flat) // row, *shape[dim + 1 :])
 
 
 def start_torch_call(function: Callable[..., Any], *arguments: Any, group: Backend) -> PendingCollective[Any] | None:
