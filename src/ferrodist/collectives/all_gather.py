@@ -27,7 +27,7 @@ from ferrodist.collectives.arguments import (
 from ferrodist.collectives.engines.host import host_engine_of, share_bytes
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import (
-    gather_along,
+    all_gather_along,
     reduce_scatter_along,
     start_all_gather,
     start_reduce_scatter,
@@ -91,7 +91,7 @@ def all_gather(
     if is_profiling() and not is_recorded():
         return record(all_gather, tensor, dim, group=group, out=out, timeout=timeout)
     if out is None and dim != 0:
-        result = gather_along(tensor, dim, group, timeout)
+        result = all_gather_along(tensor, dim, group, timeout)
     else:
         result = compiled.fast_all_gather(tensor, dim, group, out, timeout)
     if result is None:
@@ -326,7 +326,7 @@ def all_gather_with_sizes(
     """`all_gather_uneven` with known sizes: rank r's tensor has ``sizes[r]`` along ``dim``."""
     if is_profiling() and not is_recorded():
         return record(all_gather_with_sizes, tensor, sizes, dim=dim, group=group, timeout=timeout)
-    result = gather_along(tensor, dim, group, timeout, sizes)
+    result = all_gather_along(tensor, dim, group, timeout, sizes)
     return execute(all_gather_call(tensor, dim, group, None, timeout, sizes)) if result is None else result
 
 

@@ -78,8 +78,9 @@ _WITH_SMALL_MPI_CALLS = {"fast_allreduce", "fast_broadcast", "fast_all_gather", 
 
 def report(name: str, arguments: tuple[Any, ...], result: Any) -> None:
     """Log a call of a fast path; ``result`` is its result or its error."""
-    if name in _WITH_SMALL_MPI_CALLS and _takes_mpi_small_calls(arguments):
-        return  # that function reports the call
+    is_of_mpi = _takes_mpi_small_calls(arguments)
+    if is_of_mpi if name in _WITH_SMALL_MPI_CALLS else name.startswith("small_mpi_") and not is_of_mpi:
+        return  # the other function reports the call
     is_general = result is None or result is False or (type(result) is list and name in _SHARING)
     tensors = ", ".join(f"{dtype_name(each.dtype)}{list(each.shape)}" for each in _tensors_in(arguments[:1]))
     if isinstance(arguments[0], bytearray):
@@ -107,7 +108,7 @@ def _public_name(name: str, arguments: tuple[Any, ...]) -> str:
         .removeprefix("fast_")
         .removeprefix("torch_")
         .removesuffix("_list")
-        .removesuffix("_flat")
+        .removesuffix("_along")
     )
     return name.replace("start_", "async_")
 

@@ -95,7 +95,8 @@ def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Ten
     return started and _NativeWork("all_to_all", path.engine, started, tensor, target)
 
 
-def gather_along(
+@reported
+def all_gather_along(
     tensor: torch.Tensor, dim: int, group: Backend | None, timeout: float | None, sizes: Sequence[int] | None = None
 ) -> torch.Tensor | None:
     """`all_gather` along any dim, with the ranks' sizes along it (None: all alike), into a new tensor."""
@@ -119,6 +120,7 @@ def gather_along(
     return torch.cat([part.view(*before, size, *after) for part, size in zip(parts, sizes, strict=True)], dim)
 
 
+@reported
 def reduce_scatter_along(  # noqa: PLR0917 - the public signature
     tensor: torch.Tensor,
     op: Any,

@@ -54,7 +54,6 @@ _FAST_FUNCTIONS = (
     ),
     *("fast_torch_gather", "fast_gather_object", "fast_object_from_root", "fast_reduce", "fast_torch_reduce"),
     *("fast_reduce_scatter", "fast_torch_reduce_scatter", "fast_scatter", "fast_torch_scatter"),
-    *("fast_all_gather_flat", "fast_reduce_scatter_flat"),
     *("fast_batch", "fast_recv", "fast_recv_bytes", "fast_recv_into", "fast_send", "fast_send_bytes", "fast_sendrecv"),
 )
 
