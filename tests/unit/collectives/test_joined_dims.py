@@ -1,0 +1,164 @@
+"""all_gather and reduce_scatter along every dim, even and of known sizes: both paths give the same, and meet."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import ferrodist as fd
+from ferrodist.backends.native import is_native_available
+from ferrodist.collectives.all_gather import all_gather_with_sizes, reduce_scatter_with_sizes
+from ferrodist.testing import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ferrodist.backends.base import Backend
+
+needs_native = pytest.mark.skipif(
+    not is_native_available(), reason="this installation was built without the native engine"
+)
+
+_SHAPES = ((4,), (1, 5), (2, 3), (3, 1, 2), (2, 3, 4), (1, 1, 3, 2), (40, 70, 60))
+_DTYPES = (torch.float32, torch.int64, torch.bfloat16)
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+def _graded(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose calls take the general path."""
+    return tensor.clone().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _part(shape: Sequence[int], rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(torch.Size(shape).numel()) % 64 + rank).to(dtype).view(*shape)
+
+
+def _check_dims(group: Backend, given: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    rank, size = group.rank, group.world_size
+    for shape, dtype in itertools.product(_SHAPES, _DTYPES):
+        for dim in range(-len(shape), len(shape)):
+            parts = [_part(shape, each, dtype) for each in range(size)]
+            joined = torch.cat(parts, dim)
+            assert torch.equal(fd.all_gather(given(parts[rank]), dim), joined)
+            found = fd.reduce_scatter(given(joined), dim=dim)
+            assert torch.equal(found, torch.stack([joined] * size).sum(0).chunk(size, dim)[rank])
+            if dim < 0:
+                continue
+            out = torch.full_like(joined, -1)
+            assert fd.all_gather(parts[rank], dim, out=out) is out
+            assert torch.equal(out, joined)
+            assert torch.equal(fd.async_all_gather(parts[rank], dim, out=torch.full_like(joined, -1)).wait(), joined)
+            out = torch.full_like(parts[rank], -1)
+            fd.reduce_scatter(joined, dim=dim, out=out)
+            assert torch.equal(out, found)
+            assert torch.equal(fd.async_reduce_scatter(joined, dim=dim, out=out.zero_()).wait(), found)
+
+
+def _check_sizes(group: Backend, given: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    rank, size = group.rank, group.world_size
+    for shape, sizes in itertools.product(_SHAPES, ([2] * size, [size - each for each in range(size)])):
+        for dim in range(len(shape)):
+            shapes = [[*shape[:dim], each, *shape[dim + 1 :]] for each in sizes]
+            parts = [_part(each, index, torch.float32) for index, each in enumerate(shapes)]
+            joined = torch.cat(parts, dim)
+            assert torch.equal(all_gather_with_sizes(given(parts[rank]), sizes, dim=dim, group=group), joined)
+            found = reduce_scatter_with_sizes(given(joined), sizes, dim=dim, group=group)
+            assert torch.equal(found, (joined * size).split(sizes, dim)[rank])
+
+
+@needs_native
+@pytest.mark.parametrize("given", [_plain, _strided])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_no_dim_takes_the_general_path(
+    num_ranks: int, given: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither do strided tensors, whose elements are copied for a new result in any case."""
+    module = importlib.import_module("ferrodist.collectives.all_gather")
+
+    def refuse(_call: object) -> None:
+        raise AssertionError("a call has taken the general path")
+
+    def program(group: Backend) -> None:
+        part = fd.new_group(list(range(num_ranks)))
+        part.barrier()  # opens its engine
+        for each in (group, part):
+            for dim in (1, -1):
+                mine = given(_part((2, 3), each.rank, torch.float32))
+                fd.all_gather(mine, dim, group=each, timeout=30)
+                fd.reduce_scatter(fd.all_gather(mine, dim, group=each), dim=dim, group=each)
+            mine = _part((1, 3), each.rank, torch.float32)
+            fd.all_gather(mine, 1, group=each, out=mine.new_empty(1, 3 * num_ranks))
+            all_gather_with_sizes(given(mine), [3] * num_ranks, dim=1, group=each)
+            reduce_scatter_with_sizes(given(mine.repeat(1, num_ranks)), [3] * num_ranks, dim=1, group=each)
+
+    monkeypatch.setattr(module, "execute", refuse)
+    run_ranks(program, num_ranks, backend="native-threads")
+
+
+@pytest.mark.parametrize("given", [_plain, _strided, _graded])
+@pytest.mark.parametrize(("backend", "num_ranks"), [("native-threads", 3), ("gloo-threads", 2), ("simulated", 2)])
+def test_every_dim(backend: str, num_ranks: int, given: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Results are those of ``torch.cat`` and ``torch.chunk``."""
+
+    def program(group: Backend) -> None:
+        _check_dims(group, given)
+        _check_sizes(group, given)
+
+    run_ranks(program, num_ranks, backend=backend)
+
+
+@needs_native
+def test_paths_meet() -> None:
+    """Ranks may take different paths."""
+
+    def program(group: Backend) -> None:
+        for odd in (0, 1):
+            given = _graded if group.rank % 2 == odd else _strided
+            _check_sizes(group, given)
+
+    run_ranks(program, 2, backend="native-threads")
+
+
+@needs_native
+@pytest.mark.parametrize("dims", [(0, 1), (1, 2)])
+def test_different_dims_are_a_mismatch(dims: tuple[int, int]) -> None:
+    """An error on both ranks, as on the general path."""
+
+    def program(group: Backend) -> None:
+        mine = torch.ones(1, 1, 4)
+        with pytest.raises(fd.CollectiveMismatchError):
+            fd.all_gather(mine, dims[group.rank], group=group)
+
+    run_ranks(program, 2, backend="native-threads")
+
+
+def test_wrong_dims_and_sizes() -> None:
+    """The errors of the general path, before anything is sent."""
+
+    def program(group: Backend) -> None:
+        mine = torch.ones(2, 3)
+        for dim in (2, -3):
+            with pytest.raises(IndexError):
+                fd.all_gather(mine, dim)
+            with pytest.raises(IndexError):
+                fd.reduce_scatter(mine, dim=dim)
+        with pytest.raises(TypeError):
+            fd.all_gather(mine, 1.0)
+        with pytest.raises(TypeError):
+            fd.all_gather([1.0], 1)
+        with pytest.raises(NotImplementedError):
+            torch.func.vmap(lambda row: fd.reduce_scatter(row, dim=1))(torch.ones(2, 4, 4))
+        assert torch.equal(fd.allreduce(mine, group=group), mine * 2)
+
+    run_ranks(program, 2, backend="native-threads" if is_native_available() else "simulated")
