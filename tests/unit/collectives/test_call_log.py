@@ -23,7 +23,7 @@ def program(group):
         fd.allreduce(tensor)
     fd.allreduce(tensor.t())
     fd.allreduce(torch.ones(2, requires_grad=True))
-    fd.all_gather(tensor, 1)
+    fd.all_gather(tensor, 1, out=torch.empty(4, 4))
     fd.broadcast(torch.ones(2, dtype=torch.complex64))
     fd.async_allreduce(torch.ones(2)).wait()
     fd.all_gather_object(1)
