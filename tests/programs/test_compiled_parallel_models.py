@@ -4,9 +4,12 @@ Ranks are processes: torch's compiler has state that threads share.
 """
 
 import importlib
+import logging
+import warnings
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional
 
@@ -434,3 +437,29 @@ def test_units_of_fsdp_that_are_divided():
         check(found[2:], found[:2])
 
     run_ranks(program, 4, backend="native")
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_cache_on_disk_is_left_alone():
+    """inductor's, of graphs: those of DTensors are no part of it, and neither a warning nor a traceback says so."""
+
+    def program(group):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+        )
+        mesh = fd.DeviceMesh(group, (2,), ("tensor",))
+        model = fd.parallelize(transformers.LlamaForCausalLM(config), mesh, "auto")
+        model.compile()
+        records = []
+        log = logging.getLogger("torch._inductor.codecache")
+        log.addHandler(handler := logging.Handler())
+        handler.emit = records.append
+        ids = torch.arange(8)[None]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found = [record.getMessage() for record in records] + [str(warning.message) for warning in caught]
+        assert [text for text in found if "cache" in text or "pickle" in text or "_hash" in text] == []
+
+    run_ranks(program, 2, backend="native", timeout=300)

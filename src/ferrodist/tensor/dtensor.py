@@ -30,7 +30,7 @@ from ferrodist.tensor.redistribute_plan import RedistributePlan, make_plan
 from ferrodist.tensor.shape_agreement import agree_on_shape
 from ferrodist.tensor.spec import DTensorSpec, check_placements
 from ferrodist.torch_private.autograd import backward_hooks, current_graph_task
-from ferrodist.torch_private.compilers import not_compiled, outside_of_compiler
+from ferrodist.torch_private.compilers import is_called_by_compiler, not_compiled, outside_of_compiler
 from ferrodist.torch_private.tensors import base_data, call_plain, is_held_once, make_wrapper
 from ferrodist.wording import with_article
 
@@ -227,6 +227,10 @@ class DTensor(torch.Tensor):
         del expected_type
         return _redistribute(self, self._spec.with_placements(spec.placements))
 
+    def _stable_hash_for_caching(self) -> str:
+        """Keep graphs of DTensors out of the compiler's cache on disk, which must not fail in any other way."""
+        raise RuntimeError("graphs of DTensors are not cached: they call groups of this process")
+
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh over which the tensor is distributed."""
@@ -343,7 +347,9 @@ class DTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled: a shard without its mesh is not the tensor."""
-        raise TypeError("a DTensor is not pickled: save its to_local() or full_tensor()")
+        why = "a DTensor is not pickled: save its to_local() or full_tensor()"
+        # The compiler of torch 2.10 asks this for its cache, and logs the traceback of any other error.
+        raise RuntimeError(why) if is_called_by_compiler() else TypeError(why)
 
 
 for _name, _method in METHODS.items():
