@@ -139,8 +139,11 @@ def reduce_scatter_along(  # noqa: PLR0917 - the public signature
         return None
     sizes = compute_shard_sizes(shape[dim], path.engine.num_ranks) if sizes is None else sizes
     row = tensor.numel() // shape[dim]
-    check_tensor(tensor)  # what the parts are copied from is not what the engine would check
-    source = flatten_parts(tensor, dim, sizes)
+    if math.prod(shape[:dim]) == 1:  # the parts lie one after the other
+        source = tensor.contiguous()
+    else:
+        check_tensor(tensor)  # the engine checks the copy alone
+        source = flatten_parts(tensor, dim, sizes)
     flat = compiled.fast_reduce_scatter_flat(source, op, [size * row for size in sizes], dim, group, timeout)
     return None if flat is None else flat.view(*shape[:dim], len(flat) // row, *shape[dim + 1 :])
 
