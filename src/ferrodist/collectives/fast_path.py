@@ -9,7 +9,8 @@ happened. Blocking ones are all in C++, in native/bindings/fast_path.cpp, and ca
 `fast_barrier` returns whether it is done, and so do those of ``torch.distributed``, in fast_torch.cpp, which take
 tensors to write into and are invisible to autograd; they start calls, too. Those in which ranks share their sizes,
 in fast_sized.cpp and fast_objects.cpp, may return a list: the payloads that the ranks have shared, where the general
-path is to go on. Those that start other collectives are here; those of point-to-point calls are in `fast_p2p.py`.
+path is to go on. Those that start other collectives are here, and those that join or divide other dims than the first;
+those of point-to-point calls are in `fast_p2p.py`.
 """
 
 from __future__ import annotations
