@@ -310,8 +310,8 @@ def flatten_parts(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch
     if _is_outermost(tensor.shape, dim):  # in which the parts follow one another
         return flatten(tensor)
     if len(set(sizes)) == 1:
-        parts = tensor.detach().view(*tensor.shape[:dim], len(sizes), sizes[0], *tensor.shape[dim + 1 :])
-        return parts.movedim(dim, 0).flatten()
+        divided = tensor.detach().view(*tensor.shape[:dim], len(sizes), sizes[0], *tensor.shape[dim + 1 :])
+        return divided.movedim(dim, 0).flatten()
     parts = torch.split(tensor.detach(), list(sizes), dim)
     flat = tensor.new_empty(tensor.numel())
     for part, own in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):

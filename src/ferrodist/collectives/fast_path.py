@@ -109,13 +109,13 @@ def all_gather_along(
         return None
     row = tensor.numel() // shape[dim]
     counts = None if sizes is None else [size * row for size in sizes]
-    flat = compiled.fast_all_gather_flat(tensor.contiguous(), counts, dim, group, timeout)
+    flat: torch.Tensor | None = compiled.fast_all_gather_flat(tensor.contiguous(), counts, dim, group, timeout)
     if flat is None:
         return None
     before, after = shape[:dim], shape[dim + 1 :]
     if math.prod(before) == 1:
         return flat.view(*before, len(flat) // row, *after)
-    if counts is None:
+    if sizes is None or counts is None:
         return flat.view(-1, *shape).movedim(0, dim).flatten(dim, dim + 1)
     parts = flat.split(counts)
     return torch.cat([part.view(*before, size, *after) for part, size in zip(parts, sizes, strict=True)], dim)
