@@ -117,7 +117,7 @@ def all_gather_along(
         return flat.view(*before, len(flat) // row, *after)
     if sizes is None or counts is None:
         return flat.view(-1, *shape).movedim(0, dim).flatten(dim, dim + 1)
-    parts = flat.split(counts)
+    parts = torch.split(flat, counts)
     return torch.cat([part.view(*before, size, *after) for part, size in zip(parts, sizes, strict=True)], dim)
 
 
