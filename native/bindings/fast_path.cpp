@@ -125,7 +125,7 @@ PyObject* fast_all_gather_flat(PyObject*, PyObject* const* arguments, Py_ssize_t
     return run_fast(*path, "all_gather", tensor, new_tensor(static_cast<std::uint8_t>(source->dtype), one_dim, total),
                     {{"dim", arguments[2]}, {"counts", arguments[1]}}, [&](nb::handle result, const auto& go) {
                         const auto pair = view_pair(tensor, result);
-                        if (!pair) return false;
+                        if (!pair || pair->source.count != source->count || pair->out.count != total) return false;
                         go(size_of_pair(*pair), [&](Context& context, const Deadline& deadline) {
                             all_gather(context, pair->out.data, pair->source.data, counts, pair->source.dtype, dim,
                                        deadline);
@@ -153,7 +153,7 @@ PyObject* fast_reduce_scatter_flat(PyObject*, PyObject* const* arguments, Py_ssi
                     {{"op", op.ptr()}, {"dim", arguments[3]}, {"counts", arguments[2]}},
                     [&](nb::handle result, const auto& go) {
                         const auto pair = view_pair(tensor, result);
-                        if (!pair) return false;
+                        if (!pair || pair->source.count != source->count || pair->out.count != own) return false;
                         go(size_of_pair(*pair), [&](Context& context, const Deadline& deadline) {
                             reduce_scatter(context, pair->out.data, pair->source.data, counts, dim, *found, deadline);
                         });

@@ -152,3 +152,21 @@ def test_wrong_arguments():
         assert fd.allreduce(torch.ones(1), group=group).item() == 2
 
     run_ranks(program, 2, backend="native")
+
+
+def test_inner_dims_of_dynamic_shapes():
+    """One graph for all shapes, whose sizes are symbols."""
+
+    def program(group):
+        def joined_and_divided(tensor):
+            return fd.reduce_scatter(fd.all_gather(tensor, 1, group=group) * 2, dim=1, group=group)
+
+        compiled = torch.compile(joined_and_divided, backend="eager", dynamic=True, fullgraph=True)
+        for width in (4, 6):
+            tensor = torch.arange(3.0 * width).view(3, width).requires_grad_()
+            result = compiled(tensor)
+            assert torch.equal(result, joined_and_divided(tensor))
+            result.sum().backward()
+            assert torch.equal(tensor.grad, torch.full_like(tensor, 4))
+
+    run_ranks(program, 2, backend="native")

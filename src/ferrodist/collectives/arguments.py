@@ -309,9 +309,9 @@ def flatten_parts(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch
     """The elements of the parts into which sizes divide a dim, part after part, each as `flatten` has them."""
     if _is_outermost(tensor.shape, dim):  # in which the parts follow one another
         return flatten(tensor)
-    if len(set(sizes)) == 1:
-        divided = tensor.detach().view(*tensor.shape[:dim], len(sizes), sizes[0], *tensor.shape[dim + 1 :])
-        return divided.movedim(dim, 0).flatten()
+    if not is_traced(tensor) and len(set(sizes)) == 1:  # sizes of a graph can be symbols, which are not compared
+        divided = tensor.view(*tensor.shape[:dim], len(sizes), sizes[0], *tensor.shape[dim + 1 :])
+        return flatten(divided.movedim(dim, 0))
     parts = torch.split(tensor.detach(), list(sizes), dim)
     flat = tensor.new_empty(tensor.numel())
     for part, own in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):

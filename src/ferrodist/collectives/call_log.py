@@ -57,7 +57,11 @@ def reported(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
     def call(*arguments: Any, **options: Any) -> Any:
-        result = function(*arguments, **options)
+        try:
+            result = function(*arguments, **options)
+        except BaseException as error:
+            report(function.__name__, (*arguments, *options.values()), error)
+            raise
         report(function.__name__, (*arguments, *options.values()), result)
         return result
 
@@ -72,7 +76,7 @@ _POINT_TO_POINT = {"fast_send", "fast_recv", "fast_recv_into", "fast_sendrecv", 
 """Functions that return an ``Unfinished`` where the general path goes on; they need no open engine of collectives."""
 
 
-_WITH_SMALL_MPI_CALLS = {"fast_allreduce", "fast_broadcast", "fast_all_gather", "fast_barrier"}
+_WITH_SMALL_MPI_CALLS = {"fast_allreduce", "fast_broadcast", "fast_all_gather", "all_gather_along", "fast_barrier"}
 """Functions that leave calls of groups over MPI to those of `mpi_small_calls`."""
 
 

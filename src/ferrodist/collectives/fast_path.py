@@ -1,11 +1,12 @@
-"""The fast path of plain `async_...` calls: from the user's function straight into the compiled engine.
+"""The fast path of plain calls: from the user's function straight into the compiled engine.
 
-A call is plain if its tensors are contiguous, on the CPU and need no gradient, and it is outside of `coalesce`. The
-engine checks such tensors itself. All other calls, and all whose arguments are wrong, take the general path. Both paths
-meet in the engine, so different ranks may take different ones. Started calls are plain with the group's own timeout.
+A call is plain if its tensors are contiguous, on the CPU and need no gradient, and it is outside of `coalesce`; where
+the elements are copied in any case they may be strided. The engine checks such tensors itself. All other calls, and all
+whose arguments are wrong, take the general path. Both paths meet in the engine, so different ranks may take different
+ones. Started calls are plain with the group's own timeout.
 
 A collective's function takes the arguments of its public namesake and returns the result, or None before anything has
-happened. Blocking ones are all in C++, in native/bindings/fast_path.cpp, and called as ``compiled.fast_allreduce``;
+happened. Blocking ones are in C++, in native/bindings/fast_path.cpp, and called as ``compiled.fast_allreduce``;
 `fast_barrier` returns whether it is done, and so do those of ``torch.distributed``, in fast_torch.cpp, which take
 tensors to write into and are invisible to autograd; they start calls, too. Those in which ranks share their sizes,
 in fast_sized.cpp and fast_objects.cpp, may return a list: the payloads that the ranks have shared, where the general
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
 
 
+_MOST_DIMS = 64
+"""torch's tensors have no more."""
+
+
 @reported
 def start_allreduce(tensor: torch.Tensor, op: Any, group: Backend | None, out: torch.Tensor | None) -> Any:
     """`async_allreduce`."""
@@ -61,7 +66,7 @@ def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out:
 def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None) -> Any:
     """`async_all_gather` along a dim whose parts lie one after the other."""
     path = _path_of(group)
-    if path is None or type(dim) is not int or (dim != 0 and out is None):
+    if path is None or not _is_inner_dim(dim) or (dim != 0 and out is None):
         return None
     target = _gathered(tensor, path.engine.num_ranks) if out is None else out
     if target is None:
@@ -76,7 +81,7 @@ def start_reduce_scatter(
 ) -> Any:
     """`async_reduce_scatter` into even parts of a dim, which lie one after the other."""
     path = _path_of(group)
-    if path is None or type(dim) is not int or (dim != 0 and out is None):
+    if path is None or not _is_inner_dim(dim) or (dim != 0 and out is None):
         return None
     target = _scattered(tensor, path.engine.num_ranks) if out is None else out
     if target is None:
@@ -101,7 +106,7 @@ def all_gather_along(
     tensor: torch.Tensor, dim: int, group: Backend | None, timeout: float | None, sizes: Sequence[int] | None = None
 ) -> torch.Tensor | None:
     """`all_gather` along any dim, with the ranks' sizes along it (None: all alike), into a new tensor."""
-    if _path_of(group) is None or not _is_plain(tensor) or type(dim) is not int:
+    if _path_of(group) is None or not _is_plain(tensor) or tensor.is_complex() or type(dim) is not int:
         return None
     shape = tensor.shape
     dim = dim + len(shape) if dim < 0 else dim
@@ -114,11 +119,13 @@ def all_gather_along(
         return None
     before, after = shape[:dim], shape[dim + 1 :]
     if math.prod(before) == 1:
-        return flat.view(*before, len(flat) // row, *after)
+        return flat.resize_(*before, flat.numel() // row, *after)  # unlike a view a tensor of its own
     if sizes is None or counts is None:
-        return flat.view(-1, *shape).movedim(0, dim).flatten(dim, dim + 1)
-    parts = torch.split(flat, counts)
-    return torch.cat([part.view(*before, size, *after) for part, size in zip(parts, sizes, strict=True)], dim)
+        parts = flat.view(-1, *shape).unbind()
+    else:
+        flat_parts = zip(torch.split(flat, counts), sizes, strict=True)
+        parts = tuple([part.view(*before, size, *after) for part, size in flat_parts])
+    return torch.cat(parts, dim).contiguous()
 
 
 @reported
@@ -132,7 +139,9 @@ def reduce_scatter_along(  # noqa: PLR0917 - the public signature
 ) -> torch.Tensor | None:
     """`reduce_scatter` into parts of any dim, of the given sizes (None: `compute_shard_sizes`), to a new tensor."""
     path = _path_of(group)
-    if path is None or not _is_plain(tensor) or type(dim) is not int:
+    if path is None or not _is_plain(tensor) or tensor.is_complex() or type(dim) is not int:
+        return None
+    if getattr(op, "number", -1) < 0:  # before anything is copied
         return None
     shape = tensor.shape
     dim = dim + len(shape) if dim < 0 else dim
@@ -146,7 +155,7 @@ def reduce_scatter_along(  # noqa: PLR0917 - the public signature
         check_tensor(tensor)  # the engine checks the copy alone
         source = flatten_parts(tensor, dim, sizes)
     flat = compiled.fast_reduce_scatter_flat(source, op, [size * row for size in sizes], dim, group, timeout)
-    return None if flat is None else flat.view(*shape[:dim], len(flat) // row, *shape[dim + 1 :])
+    return None if flat is None else flat.resize_(*shape[:dim], flat.numel() // row, *shape[dim + 1 :])
 
 
 def start_torch_call(function: Callable[..., Any], *arguments: Any, group: Backend) -> PendingCollective[Any] | None:
@@ -157,6 +166,10 @@ def start_torch_call(function: Callable[..., Any], *arguments: Any, group: Backe
         return None
     work, operation, tensor, facts = started
     return _NativeWork(operation, path.engine, work, tensor, None, facts)
+
+
+def _is_inner_dim(dim: Any) -> bool:
+    return type(dim) is int and 0 <= dim < _MOST_DIMS
 
 
 def _path_of(group: Backend | None) -> Any:

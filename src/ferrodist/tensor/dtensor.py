@@ -228,7 +228,7 @@ class DTensor(torch.Tensor):
         return _redistribute(self, self._spec.with_placements(spec.placements))
 
     def _stable_hash_for_caching(self) -> str:
-        """Keep graphs of DTensors out of the compiler's cache on disk, which must not fail in any other way."""
+        """Keep graphs of DTensors out of the compiler's cache on disk, which logs no traceback of a RuntimeError."""
         raise RuntimeError("graphs of DTensors are not cached: they call groups of this process")
 
     @property

@@ -130,6 +130,65 @@ def test_paths_meet() -> None:
     run_ranks(program, 2, backend="native-threads")
 
 
+_UNUSUAL = {
+    "expanded": torch.ones(3, 1).expand(3, 4),
+    "one number": torch.full((), 3.0).expand(4, 4),
+    "a slice of each row": torch.arange(32.0).view(4, 8)[:, ::2],
+    "merging strides": torch.arange(16.0).view(2, 4, 2)[..., 0].t(),
+    "one column": torch.arange(3.0).view(3, 1),
+    "of each other": torch.arange(16.0).view(4, 4).t(),
+    "conjugate": torch.complex(torch.ones(4, 4), torch.arange(16.0).view(4, 4)).t().conj(),
+    "negative": torch._neg_view(torch.arange(16.0).view(4, 4)).t(),
+    "images of one channel": torch.arange(24.0).view(2, 1, 3, 4),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("backend", ["native-threads", "simulated"])
+@pytest.mark.parametrize("name", _UNUSUAL)
+def test_unusual_strides(name: str, backend: str, num_ranks: int) -> None:
+    """Of inputs; results are contiguous tensors of their own. Gradients are expanded, too."""
+    tensor = _UNUSUAL[name]
+
+    def program(group: Backend) -> None:
+        for dim in range(tensor.dim()):
+            results = [fd.all_gather(tensor, dim), fd.async_all_gather(tensor, dim).wait()]
+            joined = torch.cat([tensor] * num_ranks, dim)
+            assert all(torch.equal(result, joined) for result in results)
+            mine = joined.chunk(num_ranks, dim)[group.rank]
+            whole = tensor.expand(tensor.shape) if tensor.shape[dim] % num_ranks == 0 else joined
+            part = whole.chunk(num_ranks, dim)[group.rank] * num_ranks
+            parts = [fd.reduce_scatter(whole, dim=dim), fd.async_reduce_scatter(whole, dim=dim).wait()]
+            assert all(torch.equal(result, part) for result in parts)
+            sizes = [tensor.shape[dim]] * num_ranks
+            results.append(all_gather_with_sizes(tensor, sizes, dim=dim, group=group))
+            assert torch.equal(results[-1], joined)
+            parts.append(reduce_scatter_with_sizes(joined, sizes, dim=dim, group=group))
+            assert torch.equal(parts[-1], mine * num_ranks)
+            assert all(one.is_contiguous() and one._base is None for one in (*results, *parts))
+            if tensor.is_floating_point():
+                leaf = tensor.clone().requires_grad_()
+                fd.all_gather(leaf, dim).sum().backward()
+                assert torch.equal(leaf.grad, torch.full_like(leaf, num_ranks))
+
+    run_ranks(program, num_ranks, backend=backend)
+
+
+@needs_native
+def test_results_may_be_written_to() -> None:
+    """In place, by tensors with gradients."""
+
+    def program(group: Backend) -> None:
+        weight = torch.ones(1, requires_grad=True)
+        for dim in (0, 1):
+            with torch.no_grad():
+                found = fd.reduce_scatter(torch.ones(1, 4) if dim else torch.ones(4, 1), dim=dim)
+            found.mul_(weight).sum().backward()
+        assert weight.grad == 8
+
+    run_ranks(program, 2, backend="native-threads")
+
+
 @needs_native
 @pytest.mark.parametrize("dims", [(0, 1), (1, 2)])
 def test_different_dims_are_a_mismatch(dims: tuple[int, int]) -> None:
@@ -153,6 +212,11 @@ def test_wrong_dims_and_sizes() -> None:
                 fd.all_gather(mine, dim)
             with pytest.raises(IndexError):
                 fd.reduce_scatter(mine, dim=dim)
+        for dim in (1 << 40, -(1 << 40)):
+            with pytest.raises(IndexError):
+                fd.async_all_gather(mine, dim, out=mine.clone())
+            with pytest.raises(IndexError):
+                fd.async_reduce_scatter(mine, dim=dim, out=mine.clone())
         with pytest.raises(TypeError):
             fd.all_gather(mine, 1.0)
         with pytest.raises(TypeError):
