@@ -120,12 +120,14 @@ def all_gather_along(
     before, after = shape[:dim], shape[dim + 1 :]
     if math.prod(before) == 1:
         return flat.resize_(*before, flat.numel() // row, *after)  # unlike a view a tensor of its own
-    if sizes is None or counts is None:
-        parts = flat.view(-1, *shape).unbind()
+    out = flat.new_empty(*before, flat.numel() // row, *after)
+    if counts is None or len(set(counts)) == 1:
+        num_parts = flat.numel() // tensor.numel()
+        out.view(*before, num_parts, shape[dim], *after).copy_(flat.view(num_parts, *shape).movedim(0, dim))
     else:
-        flat_parts = zip(torch.split(flat, counts), sizes, strict=True)
-        parts = tuple([part.view(*before, size, *after) for part, size in flat_parts])
-    return torch.cat(parts, dim).contiguous()
+        for part, target in zip(torch.split(flat, counts), torch.split(out, list(sizes or ()), dim), strict=True):
+            target.copy_(part.view(target.shape))
+    return out
 
 
 @reported
