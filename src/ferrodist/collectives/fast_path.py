@@ -66,7 +66,7 @@ def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out:
 def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None) -> Any:
     """`async_all_gather` along a dim whose parts lie one after the other."""
     path = _path_of(group)
-    if path is None or not _is_inner_dim(dim) or (dim != 0 and out is None):
+    if path is None or not _is_plain_dim(dim) or (dim != 0 and out is None):
         return None
     target = _gathered(tensor, path.engine.num_ranks) if out is None else out
     if target is None:
@@ -81,7 +81,7 @@ def start_reduce_scatter(
 ) -> Any:
     """`async_reduce_scatter` into even parts of a dim, which lie one after the other."""
     path = _path_of(group)
-    if path is None or not _is_inner_dim(dim) or (dim != 0 and out is None):
+    if path is None or not _is_plain_dim(dim) or (dim != 0 and out is None):
         return None
     target = _scattered(tensor, path.engine.num_ranks) if out is None else out
     if target is None:
@@ -170,7 +170,7 @@ def start_torch_call(function: Callable[..., Any], *arguments: Any, group: Backe
     return _NativeWork(operation, path.engine, work, tensor, None, facts)
 
 
-def _is_inner_dim(dim: Any) -> bool:
+def _is_plain_dim(dim: Any) -> bool:
     return type(dim) is int and 0 <= dim < _MOST_DIMS
 
 
