@@ -86,14 +86,14 @@ class _LinearOnLocal(torch.autograd.Function):
         wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad
         of_input = of_weight = of_bias = None
         if torch.is_grad_enabled():  # for gradients of gradients
+            if wants_bias:  # without a sum over ranks, for a bias of layers by rows is replicated
+                of_bias = _distribute(grad.flatten(0, -2).sum(0), ctx.bias_spec)
             grad = grad if ctx.mesh is None else share_input(grad, ctx.mesh)
             rows = grad.flatten(0, -2)
             if wants_input:
                 of_input = grad @ weight.to_local()
             if wants_weight:
                 of_weight = _distribute(rows.t() @ tensor.flatten(0, -2), weight._spec)
-            if wants_bias:
-                of_bias = _distribute(rows.sum(0), ctx.bias_spec)
             return of_input, of_weight, of_bias, None
         rows = grad.flatten(0, -2)
         if wants_input:

@@ -10,6 +10,7 @@
     model_plan.py     a model's own plan, by names     layer_names.py      plans of models that have none
     plan_description.py     a plan as a table
     compiled_forwards.py    placements in graphs of torch.compile
+    forward_wrappers.py     what wraps a module's forward, and what is inside
     gathered_method.py      methods such as generate
     local_blocks.py         blocks that compute on local tensors; local_calls.py, their layers; local_caches.py,
                             caches in them; local_modules.py, without gradients; local_forwards.py, single layers;

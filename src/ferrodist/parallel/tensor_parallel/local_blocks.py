@@ -21,15 +21,14 @@ when they have doubled. And a block stays on DTensors if its code reads values o
 that it does not own, or returns an input. Code can still have state that nobody sees, and a trial would change it. So
 blocks of `KNOWN_PACKAGES` alone are tried, unless a program says that all may be.
 
-A forward without gradients may also update a key-value cache, as in decoding: a trial works on copies of the cache, and
-compares what is in them afterwards (`local_caches`).
+A forward may also update a key-value cache: a trial works on copies of the cache, and compares what is in them
+afterwards (`local_caches`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +51,7 @@ from ferrodist.parallel.tensor_parallel.block_trials import (
     structure_of,
     values_and_grads,
 )
+from ferrodist.parallel.tensor_parallel.forward_wrappers import ForwardWrapper, find_forward, has_own_forward
 from ferrodist.parallel.tensor_parallel.local_caches import (
     LocalCache,
     copy_cache,
@@ -82,7 +82,7 @@ from ferrodist.torch_private.modules import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ferrodist.parallel.tensor_parallel.wrapped_forwards import ParallelState
 
@@ -122,12 +122,15 @@ def find_local_blocks(module: nn.Module, styles: Mapping[str, Style], *, takes_a
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return whether a module's class, forward and functions among its attributes are of `KNOWN_PACKAGES`."""
+    """Return whether a module's class and functions among its attributes are of `KNOWN_PACKAGES`.
+
+    Its forward is the class's: one that a program has put around it may have the name of that.
+    """
     attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
     functions = [one for one in vars(module).values() if isinstance(one, FunctionType | MethodType)]
-    sources = [type(module), inspect.unwrap(module.forward), *functions]
+    sources = [type(module), *functions]
     packages = {str(getattr(one, "__module__", "")).partition(".")[0] for one in sources}
-    return packages <= set(KNOWN_PACKAGES) and attention in _ATTENTIONS
+    return packages <= set(KNOWN_PACKAGES) and attention in _ATTENTIONS and has_own_forward(module)
 
 
 def _is_inside_of_any(path: str, outer: Iterable[str]) -> bool:
@@ -151,7 +154,7 @@ def _is_block(path: str, module: nn.Module, styles: Mapping[str, Style]) -> bool
             return False
         if style is None and not parameters:
             continue
-        forward = _innermost(one.forward)
+        forward = find_forward(one, LinearForward, NormForward)
         if style is None or type(style) is Style:
             if _moves(style) or not isinstance(forward, LinearForward | NormForward):
                 return False
@@ -165,16 +168,6 @@ def _is_block(path: str, module: nn.Module, styles: Mapping[str, Style]) -> bool
 def _moves(style: Style | None) -> bool:
     """Return whether a style shards parameters, or moves inputs or outputs."""
     return style is not None and bool(style.parameters or style.wanted is not None or style.outputs is not None)
-
-
-def _innermost(forward: Any) -> Any:
-    """The forward that a `ShardedForward` wraps, or the forward itself."""
-    while not isinstance(forward, LinearForward | NormForward) and hasattr(forward, "__wrapped__"):
-        inner = getattr(forward, "_forward", None)
-        if inner is None:
-            return forward
-        forward = inner
-    return forward
 
 
 def _is_even(style: Style, parameters: Sequence[torch.Tensor]) -> bool:
@@ -234,7 +227,7 @@ class _BlockTrial:
         self._trials.has_failed = True
 
 
-class LocalBlock:
+class LocalBlock(ForwardWrapper):
     """The forward of a block, on local tensors where that was tried with success; see [Note: local blocks].
 
     Args:
@@ -244,7 +237,7 @@ class LocalBlock:
     """
 
     def __init__(self, module: nn.Module, model: ParallelState, name: str) -> None:
-        self._forward: Callable[..., Any] = module.forward
+        super().__init__(module.forward)
         functools.update_wrapper(self, self._forward, updated=())
         self._model, self.mesh, self.name = model, model.mesh, name
         self._module, self._modules = module, list(module.modules())
@@ -321,7 +314,7 @@ class LocalBlock:
 
     def _take_state(self) -> bool:
         """Take the modules' state anew, for which nothing has been tried; return whether it can be compared."""
-        self.state, self.trials = None, {}
+        self.state, self.trials, self._local_modules = None, {}, None
         if self._num_states < _MOST_STATES and list(map(id, self._module.modules())) == list(map(id, self._modules)):
             self._num_states += 1
             with contextlib.suppress(UnknownStateError):
@@ -354,7 +347,7 @@ class LocalBlock:
         return Kind(self.find_settings(), (positional, named))
 
     def _describe_argument(self, value: Any, sizes: list[torch.Size], seen: set[int]) -> Any:
-        if not torch.is_grad_enabled() and is_cache(value):
+        if is_cache(value):
             return type(value)
         return self._describe(value, sizes, seen)
 
@@ -450,10 +443,10 @@ class LocalBlock:
                 with refuse_reads():
                     result = self._compute_locally(own_args, own_kwargs, is_trial=True)
                 structure, is_apart = structure_of(result), not share_memory(result, inputs)
-                found = values_and_grads(result, inputs) + find_cached(own_args, own_kwargs)
+                found = values_and_grads([result, find_cached(own_args, own_kwargs)], inputs)
                 result = self._forward(*args, **kwargs)
                 is_similar = is_apart and structure_of(result) == structure
-                expected = values_and_grads(result, inputs) + find_cached(args, kwargs)
+                expected = values_and_grads([result, find_cached(args, kwargs)], inputs)
                 if any(
                     is_grad_placement_hook(hook)
                     for one in find_dtensors([args, kwargs])

@@ -11,6 +11,8 @@ import copy
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from ferrodist.parallel.tensor_parallel.local_calls import NotLocalError
 from ferrodist.tensor.dtensor import DTensor, wrap_local
 from ferrodist.tensor.placement import Shard
@@ -18,8 +20,6 @@ from ferrodist.tensor.spec import DTensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from ferrodist.mesh import DeviceMesh
 
@@ -38,9 +38,15 @@ def is_cache(value: Any) -> bool:
 
 
 def copy_cache(cache: Any) -> Any:
-    """Another cache with the same tensors; to update one does not change the other."""
+    """Another cache with the same values; to update one does not change the other.
+
+    Its tensors are detached, for a trial that has it waits for the next forward, and must not hold a graph until then.
+    """
     made = copy.copy(cache)
     made.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in made.layers:
+        for name in _CACHED if layer.is_initialized else ():
+            setattr(layer, name, getattr(layer, name).detach())
     return made
 
 
@@ -97,7 +103,9 @@ class LocalCache:
             if tensor.numel():
                 raise NotLocalError
             return tensor
-        if tensor.placements != _BY_HEADS or tensor.shape[_HEADS] % self._mesh.size:
+        # Gradients that go on to a former forward are not tried.
+        goes_on = tensor.requires_grad and torch.is_grad_enabled()
+        if tensor.placements != _BY_HEADS or tensor.shape[_HEADS] % self._mesh.size or goes_on:
             raise NotLocalError
         return tensor.to_local()
 

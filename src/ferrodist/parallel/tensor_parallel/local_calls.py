@@ -47,11 +47,15 @@ class LocalCall:
             return linear_on_local(tensor, weight, bias, None)
         assert isinstance(placed, Shard), "parameters are never partial"
         if placed.dim == 0:
-            return linear_on_local(self._share(tensor), weight, bias, None)
+            return linear_on_local(self.share(tensor), weight, bias, None)
         return linear_on_local(tensor, weight, bias, self._mesh)
 
-    def _share(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`share_input`, once for all layers that take the tensor: the sum of its gradients is one allreduce."""
+    def share(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`share_input`, once for all layers that take the tensor: the sum of its gradients is one allreduce.
+
+        Norms call this for what they return. Backward makes the sums in the reversed order of these calls, and on
+        DTensors in that of the norms: both are the same messages then, if a rank computes on DTensors alone.
+        """
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
         version = version_of(tensor)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ferrodist.parallel.tensor_parallel.forward_wrappers import ForwardWrapper
 from ferrodist.parallel.tensor_parallel.local_calls import LOCAL_CALL, NotLocalError
 from ferrodist.parallel.tensor_parallel.wrapped_forwards import map_nested
 from ferrodist.tensor.dtensor import DTensor, wrap_local
@@ -47,11 +48,11 @@ def _is_sharded(parameter: torch.Tensor | None) -> bool:
     return parameter is not None and not (isinstance(parameter, DTensor) and parameter.placements == _REPLICATED)
 
 
-class NormForward:
+class NormForward(ForwardWrapper):
     """The forward of a norm on this rank's tensors, where inputs and parameters are replicated."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._forward: Any = module.forward
+        super().__init__(module.forward)
         self._has_state = False  # set by the first forward that assigns to an attribute
         self._writes: bool | None = None  # whether it writes to its inputs, as seen in the first forward
         functools.update_wrapper(self, self._forward)
@@ -60,8 +61,11 @@ class NormForward:
         """Compute the layer."""
         if is_compiling():
             return self._forward(*args, **kwargs)
-        if LOCAL_CALL.get() is not None:
-            return self._compute_in_block(args, kwargs)
+        if (call := LOCAL_CALL.get()) is not None:
+            result = self._compute_in_block(args, kwargs)
+            if isinstance(result, torch.Tensor):
+                call.share(result)
+            return result
         module = self._forward.__self__
         parameters = own_parameters(module)
         if (
@@ -91,7 +95,8 @@ class NormForward:
 
     def _compute_in_block(self, args: Any, kwargs: Any) -> Any:
         """Compute the layer on plain tensors. NotLocalError: it can't."""
-        if kwargs or self._has_state or self._writes is not False:
+        are_tensors = all(isinstance(one, torch.Tensor) for one in args)
+        if kwargs or not are_tensors or self._has_state or self._writes is not False:
             raise NotLocalError
         # Of views, for gradients are summed in the same order then as those of `to_local`.
         result, self._has_state = self._run([one.view_as(one) for one in args])
@@ -123,14 +128,14 @@ def _wrap(result: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return wrap_local(result, DTensorSpec.make(mesh, _REPLICATED, result.shape, result.dtype))
 
 
-class LinearForward:
+class LinearForward(ForwardWrapper):
     """The forward of a linear layer on local shards: replicated, or sharded by columns or by rows."""
 
     places_grads = True
     """Gradients of sharded outputs and inputs have the tensor's placement."""
 
     def __init__(self, module: nn.Linear) -> None:
-        self._forward: Any = module.forward
+        super().__init__(module.forward)
         functools.update_wrapper(self, self._forward)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear's forward has it

@@ -7,11 +7,11 @@ attributes that have local parameters, and layers sharded by rows sum their resu
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from ferrodist.parallel.tensor_parallel.forward_wrappers import has_own_forward
 from ferrodist.parallel.tensor_parallel.local_calls import NotLocalError
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.linear_on_local import linear_on_local
@@ -51,8 +51,7 @@ class LocalModules:
             children = {
                 name: None if child is None else self._add(child, mesh) for name, child in own_modules(module).items()
             }
-            original = inspect.unwrap(module.forward, stop=inspect.ismethod)
-            if getattr(original, "__func__", None) is not type(module).forward:
+            if not has_own_forward(module):
                 raise NotLocalError
             weight: Any = own_parameters(module).get("weight")
             is_by_rows = isinstance(module, nn.Linear) and isinstance(weight, DTensor) and weight.placements == _BY_ROWS

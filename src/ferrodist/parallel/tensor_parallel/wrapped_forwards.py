@@ -29,6 +29,7 @@ from ferrodist.parallel.backward_hooks import current_backward_id
 from ferrodist.parallel.program_failures import report_failure
 from ferrodist.parallel.tensor_parallel import compiled_forwards
 from ferrodist.parallel.tensor_parallel.compiled_forwards import GraphPlacement, prepare_compiler
+from ferrodist.parallel.tensor_parallel.forward_wrappers import ForwardWrapper
 from ferrodist.parallel.tensor_parallel.local_calls import LOCAL_CALL
 from ferrodist.parallel.tensor_parallel.trial_queue import Trial, TrialQueue, digest
 from ferrodist.tensor.dtensor import DTensor, is_placed, reduce_grad_once
@@ -108,7 +109,7 @@ def find_arguments(forward: Callable[..., Any]) -> tuple[list[str], bool]:
     return names, len(names) < len(parameters)
 
 
-class ShardedForward:
+class ShardedForward(ForwardWrapper):
     """A forward whose inputs and outputs get the placements of a style; see [Note: plain tensors].
 
     ``given`` is the placement of plain inputs, for a single layer; None inside of a parallel module.
@@ -117,8 +118,9 @@ class ShardedForward:
     def __init__(
         self, forward: Callable[..., Any], mesh: DeviceMesh, placements: IOPlacements, given: Placement | None = None
     ) -> None:
-        functools.update_wrapper(self, forward)
-        self._forward, self._mesh, self._placements, self._given = forward, mesh, placements, given
+        functools.update_wrapper(self, forward)  # with the attributes of a wrapper inside, as `places_grads`
+        super().__init__(forward)
+        self._mesh, self._placements, self._given = mesh, placements, given
         self._names, _ = find_arguments(forward)
         self._places_grads = getattr(forward, "places_grads", False)
         every = {None, *_placements_in(placements.wanted), *_placements_in(placements.outputs)}
@@ -209,7 +211,7 @@ def _placements_in(value: Any) -> list[Placement]:
     return [one for one in (value.values() if isinstance(value, Mapping) else value) if one is not None]
 
 
-class ReplicatedForward:
+class ReplicatedForward(ForwardWrapper):
     """The forward of a module of a model that is parallel inside and looks unsharded from outside.
 
     If it is called from outside of the model, plain inputs are replicated, and results are full plain tensors, unless
@@ -217,8 +219,9 @@ class ReplicatedForward:
     """
 
     def __init__(self, forward: Callable[..., Any], path: str, state: ParallelState) -> None:
+        super().__init__(forward)
         functools.update_wrapper(self, forward, updated=())  # not the attributes of a wrapper inside
-        self._forward, self._path, self._state = forward, path, state
+        self._path, self._state = path, state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""

@@ -55,7 +55,8 @@ def sharded(group, q, k, v, grad, **options):
 def check(results, expected, dtype=torch.float64):
     for joined in results:
         for one, other in zip(joined, expected, strict=True):
-            error = (one.double() - other).abs().max() / other.abs().max()
+            # Of a token that sees only itself the gradients of query and key are zero, or rounding, by processor.
+            error = (one.double() - other).abs().max() / other.abs().max().clamp(min=0.1)
             assert error < TOLERANCE[dtype], error
 
 

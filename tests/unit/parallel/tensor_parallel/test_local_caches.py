@@ -51,8 +51,8 @@ def generate(model: nn.Module, tokens: torch.Tensor, number: int = 8, **options)
     return made[:, tokens.shape[1] :]
 
 
-def split(model: nn.Module, group: fd.Backend) -> nn.Module:
-    return fd.parallelize(copy.deepcopy(model), fd.DeviceMesh(group, (2,), ("tp",)), "auto")
+def split(model: nn.Module, group: fd.Backend, **options) -> nn.Module:
+    return fd.parallelize(copy.deepcopy(model), fd.DeviceMesh(group, (2,), ("tp",)), "auto", **options)
 
 
 def blocks_of(model: nn.Module) -> list[LocalBlock]:
@@ -250,5 +250,61 @@ def test_attributes_that_a_block_sets_are_kept():
             before = model(torch.ones(2, 1, 16))
             model.mlp.extra = nn.Tanh()
             assert torch.equal(model(torch.ones(2, 1, 16)), before.tanh())
+
+    run_ranks(program, 2, backend="simulated")
+
+
+def recorded_kinds(model: nn.Module) -> list[str]:
+    """For each kind of forward with gradients of each block: "local", "tried" or "failed"."""
+    kinds = [one for block in blocks_of(model) for kind, one in block.trials.items() if kind.settings[0]]
+    return ["failed" if one.has_failed else "local" if one.sizes else "tried" for one in kinds]
+
+
+def train(model: nn.Module, forward) -> list[torch.Tensor]:
+    """Losses and parameters of four steps of SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = forward(model, prompt(6, seed=step))
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return [*found, *[one.full_tensor().detach() for one in model.parameters()]]
+
+
+def loss_alone(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    result = model(input_ids=tokens, labels=tokens)
+    assert all(isinstance(layer.keys, DTensor) and layer.keys.requires_grad for layer in result.past_key_values.layers)
+    return result.loss
+
+
+def loss_of_the_cache(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    result = model(input_ids=tokens, labels=tokens)
+    kept = [one.full_tensor() for layer in result.past_key_values.layers for one in (layer.keys, layer.values)]
+    return result.loss + sum(one.square().mean() for one in kept)
+
+
+def loss_of_two_parts(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    first = model(input_ids=tokens[:, :3])
+    second = model(input_ids=tokens[:, 3:], past_key_values=first.past_key_values)
+    return first.logits.square().mean() + second.logits.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("forward", "expected"),
+    [(loss_alone, ["local"] * 2), (loss_of_the_cache, ["local"] * 2), (loss_of_two_parts, ["local", "failed"] * 2)],
+)
+@pytest.mark.parametrize("name", ["llama", "sliding"])
+def test_training_with_a_cache(name, forward, expected):
+    """Models keep keys and values in training, too, unless they are told not to: gradients go through them with the
+    bits of DTensors. Those of a former forward's stay on DTensors.
+    """
+
+    def program(group):
+        model, other = split(model_of(name), group), split(model_of(name), group, local_blocks=False)
+        found, wanted = train(model, forward), train(other, forward)
+        assert recorded_kinds(model) == expected
+        assert all(map(torch.equal, found, wanted))
 
     run_ranks(program, 2, backend="simulated")
