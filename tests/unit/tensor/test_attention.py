@@ -1,5 +1,7 @@
 """Attention over distributed tensors."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -105,3 +107,17 @@ def test_attention_without_gradients_and_with_bool_masks():
                         check_operator(mesh, attend, *given_, backward=False)
 
     run_ranks(check, 2)
+
+
+def test_a_rank_without_a_batch():
+    """A rank whose shard is empty sends sums of the type that the others send, also in float64 with torch 2.10."""
+    shapes = [(1, 2, 1, 2), (1, 2, 1, 2), (1, 2, 1, 2)]
+    inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64) for shape in shapes]
+    by_batch, twice = (Shard(0), Replicate()), (Shard(0), Shard(0))
+
+    def program(group):
+        mesh = DeviceMesh(group, (1, 2))
+        attend = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        check_operator(mesh, attend, inputs, [by_batch, by_batch, twice], rtol=1e-9, atol=1e-9)
+
+    run_ranks(program, 2)

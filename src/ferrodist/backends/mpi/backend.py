@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 _CLOSE_SECONDS = 5.0  # how long `MpiBackend.close` waits until MPI has sent this rank's messages
 _GRACE_SECONDS = 0.2
+_POLL_SECONDS = 0.01
+_DETECTION_SECONDS = 2.0  # how long MPI may know of a death before it tells whose
 _DEFERRED_ABORT_SECONDS = 0.5  # how long a third rank's notice that a rank is lost waits for the lost rank's own notice
 
 _SHARED_POLL_SECONDS = 0.05
@@ -327,8 +330,15 @@ class MpiBackend(FramedBackend):
         """Abort the group for an exception of MPI's, or for the deaths that are its reason."""
         mpi = self._mpi
         deaths = {mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED}
+        is_death = isinstance(error, mpi.Exception) and error.Get_error_class() in deaths
         self._check_deaths()
-        is_known = bool(self._gone) and isinstance(error, mpi.Exception) and error.Get_error_class() in deaths
+        deadline = Deadline(_DETECTION_SECONDS)
+        while (
+            is_death and self._detects_deaths and not self._gone and self.failure is None and deadline.remaining() > 0
+        ):
+            time.sleep(_POLL_SECONDS)
+            self._check_deaths()
+        is_known = bool(self._gone) and is_death
         if self.failure is None and not is_known:  # a rank that had left before it died is not a loss
             self.abort(runtime.translate(mpi, error))
 

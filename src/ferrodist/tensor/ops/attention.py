@@ -7,6 +7,9 @@ shard the fewer heads evenly. A single head of keys and values is replicated, an
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.op_strategy import (
@@ -20,6 +23,9 @@ from ferrodist.tensor.op_strategy import (
     zeros_if_empty,
 )
 from ferrodist.tensor.placement import Shard
+
+if TYPE_CHECKING:
+    from ferrodist.tensor.op_strategy import LocalFunction
 
 _BATCH, _HEAD = "b", "h"
 
@@ -73,9 +79,22 @@ def _backward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     return _strategies(call, 1, pattern, axis)
 
 
+def _zeros_if_empty(call: OpCall) -> LocalFunction | None:
+    """`zeros_if_empty` with the kernel's types: on torch 2.10's meta device sums for float64 have another one."""
+    compute = zeros_if_empty(call)
+    if compute is None:
+        return None
+
+    def compute_as_kernel(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        output, log_sum_exp = compute(*args, **kwargs)
+        return [output, log_sum_exp.to(torch.promote_types(output.dtype, torch.float32))]
+
+    return compute_as_kernel
+
+
 _KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
 RULES = rule_table(
-    (OpRule(strategies=_forward_strategies, local=zeros_if_empty), f"{_KERNEL}.default"),
+    (OpRule(strategies=_forward_strategies, local=_zeros_if_empty), f"{_KERNEL}.default"),
     (OpRule(strategies=_backward_strategies, local=zeros_if_empty), f"{_KERNEL}_backward.default"),
 )
