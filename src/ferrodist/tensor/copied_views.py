@@ -94,7 +94,7 @@ class ViewCopy:
             self.is_stale = True
             for view in [one() for one in self.views]:
                 if view is not None:
-                    del view._local  # every later use raises
+                    view._invalidate()
         _refresh(storage_identity(self.copy))
 
 
@@ -122,6 +122,7 @@ def rebind(tensor: Any, source: Any) -> Any:
     """Let a tensor share memory with another, and take its shape and spec too."""
     with no_torch_dispatch():
         torch.ops.aten.set_.source_Tensor(tensor, source)  # the wrapper's own shape and strides
+    tensor.__class__ = type(source)
     tensor._local, tensor._spec, tensor._view_copy = source._local, source._spec, None
     if source._view_copy is not None:
         register_view(tensor, source._view_copy)

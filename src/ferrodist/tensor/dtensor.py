@@ -309,19 +309,15 @@ class DTensor(torch.Tensor):
                 " by fd.distribute(tensor, mesh, placements)"
             )
         base_data.__set__(self, value)
+        self.__class__ = DTensor
         self._local, self._spec, self._view_copy = value._local, value._spec, None
         if value._view_copy is not None:
             register_view(self, value._view_copy)
 
-    def __getattr__(self, name: str) -> Any:
-        # Called only for attributes that are not there; `ViewCopy.refresh` deletes the shard of a stale view.
-        if name == "_local":
-            raise RuntimeError(  # a TypeError would be replaced by that of +
-                f"a view whose shards had to be redistributed, {self._spec}, is out of date, as the viewed tensor was"
-                " written: take the view again after writing, or redistribute() the tensor first, so that the dims that"
-                " the view splits or joins are replicated"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    def _invalidate(self) -> None:
+        """Let every later use of the shard raise: that of a view is out of date, as the viewed tensor was written."""
+        del self._local
+        self.__class__ = _OutOfDateDTensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         """A tensor of the same spec with memory of its own."""
@@ -350,6 +346,21 @@ class DTensor(torch.Tensor):
         why = "a DTensor is not pickled: save its to_local() or full_tensor()"
         # The compiler of torch 2.10 asks this for its cache, and logs the traceback of any other error.
         raise RuntimeError(why) if is_called_by_compiler() else TypeError(why)
+
+
+class _OutOfDateDTensor(DTensor):
+    """A view whose shard is out of date. A `__getattr__` of all DTensors would slow down each of their attributes."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_local":
+            raise RuntimeError(  # a TypeError would be replaced by that of +
+                f"a view whose shards had to be redistributed, {self._spec}, is out of date, as the viewed tensor was"
+                " written: take the view again after writing, or redistribute() the tensor first, so that the dims that"
+                " the view splits or joins are replicated"
+            )
+        raise AttributeError(f"{DTensor.__name__!r} object has no attribute {name!r}")
 
 
 for _name, _method in METHODS.items():
