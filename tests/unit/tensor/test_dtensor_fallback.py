@@ -283,6 +283,11 @@ def test_views_by_operators_without_a_rule():
         x.mul_(2)
         with pytest.raises(RuntimeError, match="out of date"):
             view.sum()
+        with pytest.raises(AttributeError, match="'DTensor' object has no attribute 'nothing'"):
+            view.nothing  # noqa: B018
+        view.data = x.view(torch.int64)
+        assert type(view) is fd.DTensor
+        assert_same(view, (make(4, 6) * 2).view(torch.int64), "given another shard")
 
     on_two(check)
 
