@@ -122,8 +122,9 @@ def rebind(tensor: Any, source: Any) -> Any:
     """Let a tensor share memory with another, and take its shape and spec too."""
     with no_torch_dispatch():
         torch.ops.aten.set_.source_Tensor(tensor, source)  # the wrapper's own shape and strides
-    tensor.__class__ = type(source)
-    tensor._local, tensor._spec, tensor._view_copy = source._local, source._spec, None
+    local = source._local  # which raises if it is out of date
+    tensor._revive()
+    tensor._local, tensor._spec, tensor._view_copy = local, source._spec, None
     if source._view_copy is not None:
         register_view(tensor, source._view_copy)
     return tensor

@@ -309,7 +309,7 @@ class DTensor(torch.Tensor):
                 " by fd.distribute(tensor, mesh, placements)"
             )
         base_data.__set__(self, value)
-        self.__class__ = DTensor
+        self._revive()
         self._local, self._spec, self._view_copy = value._local, value._spec, None
         if value._view_copy is not None:
             register_view(self, value._view_copy)
@@ -318,6 +318,11 @@ class DTensor(torch.Tensor):
         """Let every later use of the shard raise: that of a view is out of date, as the viewed tensor was written."""
         del self._local
         self.__class__ = _OutOfDateDTensor
+
+    def _revive(self) -> None:
+        """Undo `_invalidate`, for a tensor that is about to get another shard."""
+        if type(self) is _OutOfDateDTensor:
+            self.__class__ = DTensor  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         """A tensor of the same spec with memory of its own."""
