@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _CLOSE_SECONDS = 5.0  # how long `MpiBackend.close` waits until MPI has sent this rank's messages
 _GRACE_SECONDS = 0.2
-_POLL_SECONDS = 0.01
+_POLL_SECONDS = 0.01  # between two questions to MPI's detector of deaths
 _DETECTION_SECONDS = 2.0  # how long MPI may know of a death before it tells whose
 _DEFERRED_ABORT_SECONDS = 0.5  # how long a third rank's notice that a rank is lost waits for the lost rank's own notice
 

@@ -18,7 +18,7 @@ class ForwardWrapper:
 
 
 def find_forward(module: nn.Module, *kinds: type[ForwardWrapper]) -> Any:
-    """A module's forward inside of wrappers, at most up to the first of some kinds."""
+    """The forward inside of a module's wrappers, or the outermost wrapper of one of the kinds."""
     forward: Any = module.forward
     while isinstance(forward, ForwardWrapper) and not isinstance(forward, kinds):
         forward = forward._forward  # noqa: SLF001

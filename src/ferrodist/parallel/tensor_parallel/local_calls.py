@@ -53,7 +53,7 @@ class LocalCall:
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         """`share_input`, once for all layers that take the tensor: the sum of its gradients is one allreduce.
 
-        Norms call this for what they return. Backward makes the sums in the reversed order of these calls, and on
+        Norms call this for their results. Backward makes the sums in the reversed order of these calls, and on
         DTensors in that of the norms: both are the same messages then, if a rank computes on DTensors alone.
         """
         if not (tensor.requires_grad and torch.is_grad_enabled()):
