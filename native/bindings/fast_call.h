@@ -64,7 +64,7 @@ enum class Shape {
     same,     // the tensor's; the number is not used
     joined,   // dim 0 so many times as long
     part,     // dim 0 divided by it
-    rows,     // so many rows
+    rows,     // so many rows, along a dim
     nothing,  // no elements, in one dim; the number is not used
 };
 
@@ -97,7 +97,9 @@ bool runs_at_once();
 // The fast path of a group, or of the default group for None; nothing if the call is to take the general path.
 std::optional<OpenFastPath> find_fast_path(nb::handle group, nb::handle timeout = nb::none());
 
-// The value of an int, or -1 for any other object.
+// The value of an int; nothing for any other object, or if it is too large.
+std::optional<std::int64_t> integer_of(nb::handle value);
+// The value of an int that is not negative and fits an int; -1 for any other object.
 int index_of(nb::handle value);
 // The number of a reduce operation without a factor, else -1.
 int number_of(nb::handle op);
@@ -105,10 +107,10 @@ int number_of(nb::handle op);
 std::vector<std::size_t> counts_of(nb::handle counts, const Communicator& communicator);
 
 // `out`, or a new tensor if that is None; None if the tensor is not plain or has no rows to join or divide, and null on
-// an error.
-nb::object out_or_new(nb::handle out, nb::handle tensor, Shape shape, std::size_t number = 0);
-// A new tensor of `shape` but for its first size, `rows`; null on an error.
-nb::object new_tensor(std::uint8_t dtype, std::span<const std::int64_t> shape, std::size_t rows);
+// an error. `dim` is for `Shape::rows`.
+nb::object out_or_new(nb::handle out, nb::handle tensor, Shape shape, std::size_t number = 0, std::size_t dim = 0);
+// A new tensor of `shape` but for the size of `dim`, which is `rows`; null on an error.
+nb::object new_tensor(std::uint8_t dtype, std::span<const std::int64_t> shape, std::size_t rows, std::size_t dim = 0);
 
 // A new tensor of the shape and dtype of a plain tensor; null on an error.
 nb::object new_like(nb::handle tensor);
@@ -345,10 +347,15 @@ inline std::optional<PartViews> view_parts(std::span<const nb::object> tensors, 
     return parts;
 }
 
+// Of a tensor; the sizes may be those of no tensor, from another process, and so multiply to any number.
+inline std::size_t num_elements(std::span<const std::int64_t> shape) {
+    return std::accumulate(shape.begin(), shape.end(), std::size_t{1}, [](std::size_t product, std::int64_t size) {
+        return product * static_cast<std::size_t>(size);
+    });
+}
 // The elements of a row: of all dims but the first.
 inline std::size_t row_elements(std::span<const std::int64_t> shape) {
-    return static_cast<std::size_t>(
-        std::accumulate(shape.begin() + 1, shape.end(), std::int64_t{1}, std::multiplies<>()));
+    return num_elements(shape.subspan(1));
 }
 
 // Rows of a tensor for each rank, and from each.

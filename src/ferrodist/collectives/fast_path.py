@@ -17,6 +17,8 @@ those of point-to-point calls are in `fast_p2p.py`.
 from __future__ import annotations
 
 import math
+import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,30 +66,60 @@ def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out:
 
 @reported
 def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None) -> Any:
-    """`async_all_gather` along a dim whose parts lie one after the other."""
+    """`async_all_gather`; into ``out`` along a dim whose parts lie one after the other."""
     path = _path_of(group)
-    if path is None or not _is_plain_dim(dim) or (dim != 0 and out is None):
+    if path is None or type(dim) is not int:
         return None
+    if out is None and dim != 0:
+        return _start_all_gather_along(tensor, dim, path)
     target = _gathered(tensor, path.engine.num_ranks) if out is None else out
-    if target is None:
+    if target is None or not 0 <= dim < _MOST_DIMS:
         return None
     started = path.communicator.start_all_gather(tensor, target, dim, path.timeout)
     return started and _NativeWork("all_gather", path.engine, started, tensor, target, {"dim": dim})
+
+
+def _start_all_gather_along(tensor: torch.Tensor, dim: int, path: Any) -> Any:
+    dim = _dim_of(tensor, dim)
+    if dim < 0:
+        return None
+    ones = (1,) * dim  # before a dim along which parts lie one after the other
+    source = tensor.contiguous().view(*ones, -1)
+    target = source.new_empty(*ones, path.engine.num_ranks * source.numel())
+    started = path.communicator.start_all_gather(source, target, dim, path.timeout)
+    finish = partial(_join_parts, shape=tensor.shape, dim=dim)
+    return started and _JoinedWork(finish, "all_gather", path.engine, started, source, target, {"dim": dim})
 
 
 @reported
 def start_reduce_scatter(
     tensor: torch.Tensor, op: Any, dim: int, group: Backend | None, out: torch.Tensor | None
 ) -> Any:
-    """`async_reduce_scatter` into even parts of a dim, which lie one after the other."""
-    path = _path_of(group)
-    if path is None or not _is_plain_dim(dim) or (dim != 0 and out is None):
+    """`async_reduce_scatter` into even parts of a dim; into ``out`` where they lie one after the other."""
+    path, number = _path_of(group), getattr(op, "number", -1)
+    if path is None or type(dim) is not int:
         return None
+    if out is None and dim != 0:
+        return _start_reduce_scatter_along(tensor, op, dim, path)
     target = _scattered(tensor, path.engine.num_ranks) if out is None else out
-    if target is None:
+    if target is None or not 0 <= dim < _MOST_DIMS:
         return None
-    started = path.communicator.start_reduce_scatter(tensor, target, getattr(op, "number", -1), dim, path.timeout)
+    started = path.communicator.start_reduce_scatter(tensor, target, number, dim, path.timeout)
     return started and _NativeWork("reduce_scatter", path.engine, started, tensor, target, {"op": op, "dim": dim})
+
+
+def _start_reduce_scatter_along(tensor: torch.Tensor, op: Any, dim: int, path: Any) -> Any:
+    number, num_ranks = getattr(op, "number", -1), path.engine.num_ranks
+    dim = _dim_of(tensor, dim)
+    if number < 0 or dim < 0 or tensor.shape[dim] % num_ranks:
+        return None
+    ones = (1,) * dim
+    source = _divide(tensor, dim, [tensor.shape[dim] // num_ranks] * num_ranks).view(*ones, -1)
+    target = source.new_empty(*ones, source.numel() // num_ranks)
+    started = path.communicator.start_reduce_scatter(source, target, number, dim, path.timeout)
+    finish = partial(_shape_part, shape=tensor.shape, dim=dim)
+    facts = {"op": op, "dim": dim}
+    return started and _JoinedWork(finish, "reduce_scatter", path.engine, started, source, target, facts)
 
 
 @reported
@@ -106,26 +138,29 @@ def all_gather_along(
     tensor: torch.Tensor, dim: int, group: Backend | None, timeout: float | None, sizes: Sequence[int] | None = None
 ) -> torch.Tensor | None:
     """`all_gather` along any dim, with the ranks' sizes along it (None: all alike), into a new tensor."""
-    if _path_of(group) is None or not _is_plain(tensor) or tensor.is_complex() or type(dim) is not int:
+    dim = _dim_of(tensor, dim)
+    if _path_of(group) is None or dim < 0:
         return None
     shape = tensor.shape
-    dim = dim + len(shape) if dim < 0 else dim
-    if not 0 <= dim < len(shape) or not tensor.numel():
-        return None
     row = tensor.numel() // shape[dim]
     counts = None if sizes is None else [size * row for size in sizes]
     flat: torch.Tensor | None = compiled.fast_all_gather_flat(tensor.contiguous(), counts, dim, group, timeout)
-    if flat is None:
-        return None
+    return None if flat is None else _join_parts(flat, shape, dim, sizes)
+
+
+def _join_parts(flat: torch.Tensor, shape: torch.Size, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
+    """Join parts that lie one after the other; ``shape`` is that of this rank's part."""
+    row = math.prod(shape) // shape[dim]
     before, after = shape[:dim], shape[dim + 1 :]
     if math.prod(before) == 1:
         return flat.resize_(*before, flat.numel() // row, *after)  # unlike a view a tensor of its own
     out = flat.new_empty(*before, flat.numel() // row, *after)
-    if counts is None or len(set(counts)) == 1:
-        num_parts = flat.numel() // tensor.numel()
+    if sizes is None or len(set(sizes)) == 1:
+        num_parts = flat.numel() // math.prod(shape)
         out.view(*before, num_parts, shape[dim], *after).copy_(flat.view(num_parts, *shape).movedim(0, dim))
     else:
-        for part, target in zip(torch.split(flat, counts), torch.split(out, list(sizes or ()), dim), strict=True):
+        parts = torch.split(flat.view(-1), [size * row for size in sizes])
+        for part, target in zip(parts, torch.split(out, list(sizes), dim), strict=True):
             target.copy_(part.view(target.shape))
     return out
 
@@ -141,23 +176,29 @@ def reduce_scatter_along(  # noqa: PLR0917 - the public signature
 ) -> torch.Tensor | None:
     """`reduce_scatter` into parts of any dim, of the given sizes (None: `compute_shard_sizes`), to a new tensor."""
     path = _path_of(group)
-    if path is None or not _is_plain(tensor) or tensor.is_complex() or type(dim) is not int:
-        return None
-    if getattr(op, "number", -1) < 0:  # before anything is copied
+    dim = _dim_of(tensor, dim)
+    if path is None or dim < 0 or getattr(op, "number", -1) < 0:  # before anything is copied
         return None
     shape = tensor.shape
-    dim = dim + len(shape) if dim < 0 else dim
-    if not 0 <= dim < len(shape) or not tensor.numel():
-        return None
     sizes = compute_shard_sizes(shape[dim], path.engine.num_ranks) if sizes is None else sizes
     row = tensor.numel() // shape[dim]
-    if math.prod(shape[:dim]) == 1:  # the parts lie one after the other
-        source = tensor.contiguous()
-    else:
-        check_tensor(tensor)  # the engine checks the copy alone
-        source = flatten_parts(tensor, dim, sizes)
+    source = _divide(tensor, dim, sizes)
     flat = compiled.fast_reduce_scatter_flat(source, op, [size * row for size in sizes], dim, group, timeout)
-    return None if flat is None else flat.resize_(*shape[:dim], flat.numel() // row, *shape[dim + 1 :])
+    return None if flat is None else _shape_part(flat, shape, dim)
+
+
+def _divide(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """The parts of a tensor, one after the other."""
+    if math.prod(tensor.shape[:dim]) == 1:
+        return tensor.contiguous()
+    check_tensor(tensor)  # the engine checks the copy alone
+    return flatten_parts(tensor, dim, sizes)
+
+
+def _shape_part(flat: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
+    """Give a part of a tensor of ``shape`` its shape."""
+    row = math.prod(shape) // shape[dim]
+    return flat.resize_(*shape[:dim], flat.numel() // row, *shape[dim + 1 :])
 
 
 def start_torch_call(function: Callable[..., Any], *arguments: Any, group: Backend) -> PendingCollective[Any] | None:
@@ -170,8 +211,12 @@ def start_torch_call(function: Callable[..., Any], *arguments: Any, group: Backe
     return _NativeWork(operation, path.engine, work, tensor, None, facts)
 
 
-def _is_plain_dim(dim: Any) -> bool:
-    return type(dim) is int and 0 <= dim < _MOST_DIMS
+def _dim_of(tensor: torch.Tensor, dim: Any) -> int:
+    """The dim, counted from the start, of a tensor that has elements and is plain but for its strides; else -1."""
+    if type(dim) is not int or not _is_plain(tensor) or tensor.is_complex() or not tensor.numel():
+        return -1
+    num_dims = tensor.dim()
+    return dim % num_dims if -num_dims <= dim < num_dims else -1
 
 
 def _path_of(group: Backend | None) -> Any:
@@ -254,6 +299,24 @@ class _NativeWork(PendingCollective[Any]):
             if out is not None and not out.is_inference():
                 increment_version((out,))
         return out
+
+
+class _JoinedWork(_NativeWork):
+    """A collective whose output becomes the result at the first wait."""
+
+    def __init__(self, finish: Callable[[torch.Tensor], torch.Tensor], *native_work: Any) -> None:
+        super().__init__(*native_work)
+        self._finish = finish
+        self._lock = threading.Lock()
+        self._result: torch.Tensor | None = None
+
+    @override
+    def wait(self, timeout: float | None = None) -> torch.Tensor | None:
+        flat = super().wait(timeout)
+        with self._lock:
+            if self._result is None and flat is not None:
+                self._result = self._finish(flat)
+        return self._result
 
 
 if is_native_available():

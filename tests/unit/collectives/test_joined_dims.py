@@ -1,4 +1,4 @@
-"""all_gather and reduce_scatter along every dim, even and of known sizes: both paths give the same, and meet."""
+"""Collectives along every dim, of even parts, known sizes and shared sizes: both paths give the same, and meet."""
 
 from __future__ import annotations
 
@@ -77,6 +77,30 @@ def _check_sizes(group: Backend, given: Callable[[torch.Tensor], torch.Tensor]) 
             assert torch.equal(found, (joined * size).split(sizes, dim)[rank])
 
 
+def _check_shared_sizes(group: Backend, given: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """all_gather_uneven, gather and scatter, whose ranks share the sizes first."""
+    rank, size = group.rank, group.world_size
+    for shape, dtype, first in itertools.product(_SHAPES, _DTYPES, (0, 2)):
+        for dim in range(-len(shape), len(shape)):
+            sizes = [first + each for each in range(size)]
+            at = dim % len(shape)
+            parts = [_part([*shape[:at], each, *shape[at + 1 :]], index, dtype) for index, each in enumerate(sizes)]
+            joined = torch.cat(parts, dim)
+            assert torch.equal(fd.all_gather_uneven(given(parts[rank]), dim), joined)
+            out = torch.full_like(joined, -1)
+            assert fd.all_gather_uneven(given(parts[rank]), dim, out=out) is out
+            assert torch.equal(out, joined)
+            for root in range(size):
+                found = fd.gather(given(parts[rank]), root, dim=dim)
+                assert torch.equal(found, joined if rank == root else joined.new_empty(0))
+                whole = given(joined) if rank == root else None
+                part = torch.tensor_split(joined, size, dim)[rank]
+                assert torch.equal(fd.scatter(whole, root, dim=dim), part)
+                out = torch.full_like(part, -1)
+                assert fd.scatter(whole, root, dim=dim, out=out) is out
+                assert torch.equal(out, part)
+
+
 @needs_native
 @pytest.mark.parametrize("given", [_plain, _strided])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -84,7 +108,7 @@ def test_no_dim_takes_the_general_path(
     num_ranks: int, given: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither do strided tensors, whose elements are copied for a new result in any case."""
-    module = importlib.import_module("ferrodist.collectives.all_gather")
+    modules = [importlib.import_module(f"ferrodist.collectives.{name}") for name in ("all_gather", "gather")]
 
     def refuse(_call: object) -> None:
         raise AssertionError("a call has taken the general path")
@@ -97,12 +121,22 @@ def test_no_dim_takes_the_general_path(
                 mine = given(_part((2, 3), each.rank, torch.float32))
                 fd.all_gather(mine, dim, group=each, timeout=30)
                 fd.reduce_scatter(fd.all_gather(mine, dim, group=each), dim=dim, group=each)
+                fd.async_reduce_scatter(
+                    given(fd.async_all_gather(mine, dim, group=each).wait()), dim=dim, group=each
+                ).wait()
+                for size in (3, 500) if given is _plain else ():  # shared with the sizes, and not
+                    mine = _part((2, size + each.rank), each.rank, torch.float32)
+                    fd.all_gather_uneven(mine, dim if num_ranks == 1 else 1, group=each)
+                    whole = fd.gather(mine, dim=1, group=each)
+                    fd.scatter(whole if each.rank == 0 else None, dim=dim, group=each)
             mine = _part((1, 3), each.rank, torch.float32)
             fd.all_gather(mine, 1, group=each, out=mine.new_empty(1, 3 * num_ranks))
             all_gather_with_sizes(given(mine), [3] * num_ranks, dim=1, group=each)
             reduce_scatter_with_sizes(given(mine.repeat(1, num_ranks)), [3] * num_ranks, dim=1, group=each)
 
-    monkeypatch.setattr(module, "execute", refuse)
+    for module in modules:
+        monkeypatch.setattr(module, "execute", refuse)
+    monkeypatch.setattr(modules[0], "submit", refuse)
     run_ranks(program, num_ranks, backend="native-threads")
 
 
@@ -114,6 +148,7 @@ def test_every_dim(backend: str, num_ranks: int, given: Callable[[torch.Tensor],
     def program(group: Backend) -> None:
         _check_dims(group, given)
         _check_sizes(group, given)
+        _check_shared_sizes(group, given)
 
     run_ranks(program, num_ranks, backend=backend)
 
@@ -126,6 +161,7 @@ def test_paths_meet() -> None:
         for odd in (0, 1):
             given = _graded if group.rank % 2 == odd else _strided
             _check_sizes(group, given)
+            _check_shared_sizes(group, given)
 
     run_ranks(program, 2, backend="native-threads")
 
@@ -190,6 +226,29 @@ def test_results_may_be_written_to() -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("size", [4, 4000])
+def test_different_dims_of_shared_sizes_are_a_mismatch(size: int) -> None:
+    """An error that names both dims, on both ranks; a dim counted from the end is the same one."""
+
+    def program(group: Backend) -> None:
+        mine = torch.ones(2, 1, size)
+        joined = fd.gather(mine, dim=(2, -1)[group.rank])
+        assert joined.shape == ((2, 1, 2 * size) if group.rank == 0 else (0,))
+        assert fd.scatter(mine if group.rank == 0 else None, dim=(2, -1)[group.rank]).shape == (2, 1, size // 2)
+        rank, part = group.rank, fd.new_group([0, 1])
+        with pytest.raises(fd.CollectiveMismatchError, match="along dim 0"):
+            fd.gather(mine, dim=rank, group=part)
+        part = fd.new_group([0, 1])
+        with pytest.raises(fd.CollectiveMismatchError, match="along dim 1"):
+            fd.all_gather_uneven(mine, rank, group=part)
+        part = fd.new_group([0, 1])
+        with pytest.raises(fd.CollectiveMismatchError, match="dim=1"):
+            fd.scatter(mine if rank == 0 else None, dim=rank, group=part)
+
+    run_ranks(program, 2, backend="native-threads")
+
+
+@needs_native
 @pytest.mark.parametrize("dims", [(0, 1), (1, 2)])
 def test_different_dims_are_a_mismatch(dims: tuple[int, int]) -> None:
     """An error on both ranks, as on the general path."""
@@ -219,8 +278,20 @@ def test_wrong_dims_and_sizes() -> None:
                 fd.async_reduce_scatter(mine, dim=dim, out=mine.clone())
         with pytest.raises(TypeError):
             fd.all_gather(mine, 1.0)
-        with pytest.raises(TypeError):
-            fd.all_gather([1.0], 1)
+        for function in (fd.all_gather, fd.async_all_gather, fd.all_gather_uneven):
+            with pytest.raises(TypeError):
+                function([1.0], 1)
+        for dim in (2, -3, 1 << 40, -(1 << 70)):
+            for function in (fd.async_all_gather, fd.all_gather_uneven):
+                with pytest.raises(IndexError):
+                    function(mine, dim)
+            with pytest.raises(IndexError):
+                fd.async_reduce_scatter(mine, dim=dim)
+            with pytest.raises(IndexError):
+                fd.gather(mine, dim=dim)
+        for dim in (12, -13, 1 << 40):
+            with pytest.raises(IndexError):
+                fd.scatter(mine if group.rank == 0 else None, dim=dim)
         with pytest.raises(NotImplementedError):
             torch.func.vmap(lambda row: fd.reduce_scatter(row, dim=1))(torch.ones(2, 4, 4))
         assert torch.equal(fd.allreduce(mine, group=group), mine * 2)
