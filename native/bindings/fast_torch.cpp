@@ -141,7 +141,7 @@ struct TorchCall {
     OpenFastPath path;
     const char* operation;
     nb::handle tensor;  // for the error
-    bool is_started;
+    bool is_async;
     std::array<nb::handle, 2> tensors;                 // that it reads and writes; a started call keeps them alive
     std::initializer_list<Fact> facts;                 // for the error
     const std::vector<std::size_t>* counts = nullptr;  // the same, if given
@@ -160,7 +160,7 @@ nb::dict facts_of(const TorchCall& call) {
 // Runs or starts the collective that `pass_if_plain(go)` passes to `go`, if the call is plain.
 template <class PassIfPlain>
 PyObject* run_or_start(const TorchCall& call, const PassIfPlain& pass_if_plain) {
-    if (call.is_started) {
+    if (call.is_async) {
         auto started = std::make_unique<Started>(*call.path.communicator, aliases_of(call.tensors[0]),
                                                  aliases_of(call.tensors[1]));
         if (!pass_if_plain(started->starter(call.path.timeout))) Py_RETURN_FALSE;
@@ -370,7 +370,7 @@ std::vector<std::size_t> split(const TensorView& tensor, nb::handle splits, cons
 // An exchange of parts, as many elements as `sent` and `received` say.
 PyObject* exchange(const OpenFastPath& path, nb::handle outputs, nb::handle inputs, const Elements& outs,
                    const Elements& sources, const std::vector<std::size_t>& received,
-                   const std::vector<std::size_t>& sent, bool is_started) {
+                   const std::vector<std::size_t>& sent, bool is_async) {
     const auto own_rank = static_cast<std::size_t>(path.communicator->rank());
     if (outs.dtype() != sources.dtype() || sent[own_rank] != received[own_rank]) Py_RETURN_FALSE;
     const std::size_t size = size_of(outs.dtype());
@@ -385,7 +385,7 @@ PyObject* exchange(const OpenFastPath& path, nb::handle outputs, nb::handle inpu
     const nb::object unit = nb::int_(1);
     const nb::handle first = are_lists ? nb::handle(PyTuple_GET_ITEM(inputs.ptr(), 0)) : inputs;
     return run_or_start(
-        {path, "all_to_all", first, is_started, {inputs, outputs}, {{"unit", unit.ptr()}}}, [&](const auto& go) {
+        {path, "all_to_all", first, is_async, {inputs, outputs}, {{"unit", unit.ptr()}}}, [&](const auto& go) {
             go(std::max(outs.total(), sources.total()) * size,
                [from, to, sent, received, dtype = outs.dtype(), are_lists](Context& context, const Deadline& deadline) {
                    if (are_lists)

@@ -41,7 +41,7 @@ public:
         self_ = self;
         Py_INCREF(self_);
         for (Slot& slot : slots_) post(slot);
-        engine_->listen(*slots_.front().receive);
+        engine_->watch_end(*slots_.front().receive);
         engine_->dispatch_events();
     }
 

@@ -116,7 +116,7 @@ std::shared_ptr<P2PEngine> make_engine(const P2PEngine::Settings& settings, int 
                                        });
 }
 
-// The outcome of a transfer, for Python: see `NativeBackend`.
+// The outcome of a transfer, for Python: `NativeP2P` makes errors of it.
 nb::object outcome_tuple(const Transfer& transfer, std::size_t message_size) {
     return nb::make_tuple(static_cast<int>(transfer.outcome), transfer.peer, message_size, transfer.reason);
 }
@@ -214,7 +214,7 @@ void add_callback(Request& request, nb::object callback) {
     }
     request.callbacks.push_back(std::move(callback));
     const nb::gil_scoped_release released;
-    request.engine->listen(request.transfer());
+    request.engine->watch_end(request.transfer());
 }
 
 }  // namespace

@@ -46,7 +46,7 @@ struct Offer {
 };
 
 // Whether all ranks do the same work, so that rank 0's times hold for all; not so for operations with a root.
-inline bool is_symmetric(Operation operation) {
+inline bool ranks_work_alike(Operation operation) {
     return operation == Operation::all_gather || operation == Operation::reduce_scatter ||
            operation == Operation::all_to_all;
 }
@@ -56,7 +56,7 @@ inline Offer offer_source(const Context& context, Operation operation, const std
                           std::size_t read_size) {
     Offer offer{.source = context.arenas->find(source, size), .own = source, .read_size = read_size};
     offer.is_readable = context.peers.is_usable() && read_size >= least_read_bytes(context.fabric.layout());
-    if (offer.is_readable && is_symmetric(operation)) {
+    if (offer.is_readable && ranks_work_alike(operation)) {
         offer.kind = TransferMode::kind_of(operation, read_size);
         offer.is_readable = context.transfer_mode.choice_for(*offer.kind) == TransferMode::direct_read;
     }

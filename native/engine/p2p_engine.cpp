@@ -160,7 +160,7 @@ bool P2PEngine::end_unmatched(Receive& receive, std::size_t reason) {
     return true;
 }
 
-void P2PEngine::listen(Transfer& transfer) {
+void P2PEngine::watch_end(Transfer& transfer) {
     if (is_abandoned_.load()) return;
     {
         const Guard guard(*this, false);

@@ -108,7 +108,7 @@ public:
     // Start a transfer without checking the state of the group, which the caller has done.
     void start(Send& send);
     void start(Receive& receive);
-    // Starts a receive with a listener. After the first of a series call `listen`.
+    // Starts a receive with a listener. After the first of a series call `watch_end`.
     void start_with_listener(Receive& receive);
 
     // Blocks until the transfer has ended; false after `timeout` seconds.
@@ -124,7 +124,7 @@ public:
     // Sends a message at once that was offered first (`Send::prefers_offer`) and that nobody has taken.
     void send_now(Send& send);
     // Makes the engine report the end of a watched transfer soon, even if no thread waits for it here.
-    void listen(Transfer& transfer);
+    void watch_end(Transfer& transfer);
 
     // Failures of groups and ranks. Messages that arrived earlier are received first.
     std::vector<TransferKey> active_transfers();

@@ -15,7 +15,7 @@ constexpr std::uint64_t max_message_bytes = std::uint64_t{1} << 48;
 
 bool Peer::try_send(const std::byte* data, std::size_t size, const Tag& tag) {
     if (is_lost_ || has_outgoing()) return false;
-    if (size > admission_.eager_bytes || size > channel_->chunk_bytes()) return false;
+    if (size > admission_.eager_bytes || size > channel_->max_frame_payload()) return false;
     const auto put = channel_->put({.kind = FrameType::eager,
                                     .length = static_cast<std::uint32_t>(size),
                                     .message = num_messages_,
@@ -198,7 +198,7 @@ bool Peer::put_some() {
 // Writes the next frame of a message; false if there is no space for it.
 bool Peer::put(Send& send) {
     if (send.stage == Send::Stage::queued && is_offered(send)) return put_offer(send);
-    const std::size_t length = std::min(send.size - send.num_written, channel_->chunk_bytes());
+    const std::size_t length = std::min(send.size - send.num_written, channel_->max_frame_payload());
     const auto put = channel_->put({.kind = send.is_announced ? FrameType::data : FrameType::eager,
                                     .length = static_cast<std::uint32_t>(length),
                                     .message = send.number,

@@ -118,7 +118,7 @@ private:
         receive.owner = &has_ended;
         engine_.start(receive);
         if (is_watched && random() % 2 == 0) {  // without a waiter: the progress thread moves it
-            engine_.listen(receive);
+            engine_.watch_end(receive);
             engine_.dispatch_events();
             const Deadline deadline(patience);
             while (!has_ended.load()) {
@@ -355,7 +355,7 @@ void a_signal_ends_a_wait(const Net& net, std::uint64_t num_rounds) {
         own.start_with_listener(receive);
     };
     for (Slot& slot : slots) ask(slot);
-    own.listen(*slots[0].receive);
+    own.watch_end(*slots[0].receive);
     const auto drain = [&] {
         while (slots[num_received % slots.size()].has_ended.load()) {
             Slot& slot = slots[num_received % slots.size()];

@@ -49,7 +49,7 @@ public:
     virtual ~Channel() = default;
 
     // Maximum payload of a frame, in bytes.
-    [[nodiscard]] virtual std::size_t chunk_bytes() const noexcept = 0;
+    [[nodiscard]] virtual std::size_t max_frame_payload() const noexcept = 0;
     // Writes a frame and its `length` bytes of payload. After a partial write the payload must stay unchanged, and no
     // other frame may be written, until `finish` has written the rest.
     [[nodiscard]] virtual Put put(const Frame& frame, const std::byte* payload) = 0;

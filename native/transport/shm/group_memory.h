@@ -1,9 +1,9 @@
 // A group's shared memory on one host: arrival records, flags and staging slots.
 //
 // [Note: one writer]
-// Every flag has one rank that writes it (except for the group's bell, the arrival counter and the abort record), on
-// cache lines of its own, and only grows. So nothing has to be reset, and there are no locks in shared memory: a killed rank
-// leaves nothing locked behind.
+// Every flag has one rank that writes it, on cache lines of its own, and only grows. Exceptions are the group's bell, the
+// abort record, and in oversubscribed groups the arrival counter and `released`, which the last rank to arrive writes. So
+// nothing has to be reset, and there are no locks in shared memory: a killed rank leaves nothing locked behind.
 //
 // [Note: memory order]
 // A flag is stored after the data that it publishes and loaded before that data is read, with sequentially consistent
@@ -75,7 +75,7 @@ struct alignas(line_bytes) RankFlags {
 
 // The configuration of a group, the same on all its ranks of this host.
 struct Layout {
-    int num_ranks = 1;   // on this host
+    int num_ranks = 1;   // on this host; in `Fabric::layout` on all hosts
     int group_size = 1;  // on all hosts
     std::size_t slot_bytes = 0;
     bool is_oversubscribed = false;  // more ranks than processors
@@ -111,7 +111,8 @@ public:
 
     // The waits below throw Failure: late or stalled, left, aborted, stopped.
 
-    // Publishes this rank's arrival at `sequence`, and waits for the arrival of all ranks.
+    // Publishes this rank's arrival at `sequence`, and waits for the arrival of all ranks. Oversubscribed ranks count
+    // their arrivals instead of looking at each other's flags.
     void arrive(int rank, std::uint64_t sequence, const Deadline& deadline);
 
     // Waits until `flag` of every rank's progress is at least `value`.

@@ -85,7 +85,7 @@ std::ptrdiff_t RingWriter::room(std::size_t wanted) {
     return free < frame_unit ? -1 : static_cast<std::ptrdiff_t>(free - sizeof(Frame));
 }
 
-std::size_t RingWriter::chunk_bytes() const noexcept {
+std::size_t RingWriter::max_frame_payload() const noexcept {
     return std::min(size_ / 4, max_chunk_bytes) - sizeof(Frame);
 }
 

@@ -100,7 +100,7 @@ public:
     // The payload that a frame can carry now, up to `wanted` bytes, or -1 if there is no space for a frame.
     [[nodiscard]] std::ptrdiff_t room(std::size_t wanted);
     // The maximum payload per frame, chosen so that the receiver reads while the sender writes.
-    [[nodiscard]] std::size_t chunk_bytes() const noexcept;
+    [[nodiscard]] std::size_t max_frame_payload() const noexcept;
 
     // Writes a frame and its `length` bytes of payload, for which there must be space.
     void write(const Frame& frame, const std::byte* payload);

@@ -23,7 +23,7 @@ public:
         return doorbell_.processor.load(std::memory_order_relaxed) - 1;
     }
 
-    [[nodiscard]] std::size_t chunk_bytes() const noexcept override { return writer_.chunk_bytes(); }
+    [[nodiscard]] std::size_t max_frame_payload() const noexcept override { return writer_.max_frame_payload(); }
     [[nodiscard]] Put put(const Frame& frame, const std::byte* payload) override {
         if (writer_.room(frame.length) < static_cast<std::ptrdiff_t>(frame.length)) return Put::none;
         writer_.write(frame, payload);

@@ -47,7 +47,7 @@ TcpChannel::TcpChannel(Descriptor socket, Poller& poller, std::size_t index)
     poller_.add(socket_.get(), index_);
 }
 
-std::size_t TcpChannel::chunk_bytes() const noexcept {
+std::size_t TcpChannel::max_frame_payload() const noexcept {
     return max_payload_bytes;
 }
 

@@ -21,7 +21,7 @@ public:
     // The poller reports the socket's events with `index`.
     TcpChannel(Descriptor socket, Poller& poller, std::size_t index);
 
-    [[nodiscard]] std::size_t chunk_bytes() const noexcept override;
+    [[nodiscard]] std::size_t max_frame_payload() const noexcept override;
     [[nodiscard]] Put put(const Frame& frame, const std::byte* payload) override;
     [[nodiscard]] Put finish() override;
     void copy_rest() override;

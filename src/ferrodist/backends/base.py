@@ -400,7 +400,9 @@ class Backend(ABC):
         del data, dst, tag
         return False
 
-    def listen(self, src: int, size_bytes: int, heard: OnMessages, ended: OnEnd, *, tag: int = 0) -> PersistentRecv:
+    def post_persistent_recv(
+        self, src: int, size_bytes: int, heard: OnMessages, ended: OnEnd, *, tag: int = 0
+    ) -> PersistentRecv:
         """Post a persistent receive: of every message from a rank with a tag, for as long as the group lasts.
 
         Args:
@@ -414,7 +416,7 @@ class Backend(ABC):
         """
         return PostedPersistentRecv(lambda buffer: self.irecv(buffer, src, tag=tag), size_bytes, heard, ended)
 
-    def signal(self) -> WaitEvent:
+    def make_wait_event(self) -> WaitEvent:
         """Make an event for one thread to wait for; where waiting threads drive progress, its `wait` does, too."""
         return LockWaitEvent()
 

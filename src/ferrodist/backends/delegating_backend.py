@@ -57,8 +57,8 @@ class DelegatingBackend(NonBlockingBackend):
     inline_limit: Any = Delegated()
     irecv_up_to = delegated(Backend.irecv_up_to)
     try_send = delegated(Backend.try_send)
-    listen = delegated(Backend.listen)
-    signal = delegated(Backend.signal)
+    post_persistent_recv = delegated(Backend.post_persistent_recv)
+    make_wait_event = delegated(Backend.make_wait_event)
 
     # Sub-groups.
     abort_subgroup = delegated(Backend.abort_subgroup)

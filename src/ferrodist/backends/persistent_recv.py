@@ -67,7 +67,7 @@ class LockWaitEvent:
 
 
 class PostedPersistentRecv:
-    """A `PersistentRecv` of any backend: one receive at a time, started by ``post(buffer)``; see `Backend.listen`."""
+    """A `PersistentRecv` of any backend, which posts one receive at a time by ``post(buffer)``."""
 
     def __init__(self, post: Callable[[bytearray], Request], size_bytes: int, heard: OnMessages, ended: OnEnd) -> None:
         self._post_receive = post

@@ -169,7 +169,9 @@ class SubBackend(NonBlockingBackend):
         return self._root.try_send(data, self._root_ranks[dst], tag=group_tag(self.group_id, tag))
 
     @override
-    def listen(self, src: int, size_bytes: int, heard: OnMessages, ended: OnEnd, *, tag: int = 0) -> PersistentRecv:
+    def post_persistent_recv(
+        self, src: int, size_bytes: int, heard: OnMessages, ended: OnEnd, *, tag: int = 0
+    ) -> PersistentRecv:
         peer = self._root_ranks[check_peer(self, src)]
         self._check_open()
         self_ref = weakref.ref(self)  # the outermost group owns the receive, which must not keep a dropped group alive
@@ -178,11 +180,11 @@ class SubBackend(NonBlockingBackend):
             group = self_ref()
             ended(error if group is None else group.translate_error(error))
 
-        return self._root.listen(peer, size_bytes, heard, on_end, tag=self._tag(tag))
+        return self._root.post_persistent_recv(peer, size_bytes, heard, on_end, tag=self._tag(tag))
 
     @override
-    def signal(self) -> WaitEvent:
-        return self._root.signal()
+    def make_wait_event(self) -> WaitEvent:
+        return self._root.make_wait_event()
 
     def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
         """Ask the outermost group, whose ranks may relay messages; see `Backend.find_stragglers`."""

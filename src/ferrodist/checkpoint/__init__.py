@@ -15,7 +15,7 @@ The modules::
     save_plan.py           who writes which boxes into which file      reader.py     reads manifests and boxes
     writer.py              writes a rank's safetensors file            distributed_checkpoint.py  a manifest's sharding
     commit.py              the commit, and leftovers of dead saves     checkpoint_folder.py  list, find, remove
-    consensus.py           steps that succeed on all ranks or none     async_checkpointer.py  saves in a thread
+    collective_steps.py    steps that succeed on all ranks or none     async_checkpointer.py  saves in a thread
     optimizer_state.py, random_state.py                                shard_metadata.py      shards by the program
     load_hugging_face.py   safetensors folders into a model's shards
     format/                the state tree, the manifest, safetensors   storage/  local folders, object stores

@@ -19,8 +19,8 @@ import torch
 
 from ferrodist.arguments import check_int
 from ferrodist.backends.subgroup import SubBackend
+from ferrodist.checkpoint.collective_steps import all_or_none, call_on_all, resolve_group_or_alone, run_on_rank0
 from ferrodist.checkpoint.commit import remove_uncommitted
-from ferrodist.checkpoint.consensus import all_or_none, call_on_all, resolve_group_or_alone, run_on_rank0
 from ferrodist.checkpoint.save_distributed import Save, SaveOptions
 from ferrodist.checkpoint.save_plan import DEFAULT_FILE_BYTES
 from ferrodist.checkpoint.storage import join_path, open_storage

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ferrodist.arguments import check_bool, check_type
-from ferrodist.checkpoint.consensus import all_or_none, call_on_all, resolve_group_or_alone, run_on_rank0
+from ferrodist.checkpoint.collective_steps import all_or_none, call_on_all, resolve_group_or_alone, run_on_rank0
 from ferrodist.checkpoint.format.manifest import MANIFEST_NAME, Manifest, decode_manifest, encode_manifest
 from ferrodist.checkpoint.format.safetensors import dtype_from_name
 from ferrodist.checkpoint.load_plan import LoadPlanner

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from ferrodist.arguments import check_bool, check_type
-from ferrodist.checkpoint.consensus import all_or_none, call_on_all, resolve_group_or_alone, run_on_rank0
+from ferrodist.checkpoint.collective_steps import all_or_none, call_on_all, resolve_group_or_alone, run_on_rank0
 from ferrodist.checkpoint.convert.external_tensors import conversion_errors, manifest_of
 from ferrodist.checkpoint.convert.hugging_face import find_tensors
 from ferrodist.checkpoint.convert.transformers_weights import convert_entries, ignores

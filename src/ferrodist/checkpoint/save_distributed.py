@@ -37,8 +37,8 @@ import msgspec
 
 from ferrodist.arguments import check_int, check_type
 from ferrodist.checkpoint.checkpoint_folder import remove_old
+from ferrodist.checkpoint.collective_steps import Phase, Rank0Exchange, call_on_all, is_of_group, resolve_group_or_alone
 from ferrodist.checkpoint.commit import commit, make_manifest, remove_dead_saves
-from ferrodist.checkpoint.consensus import Phase, Rank0Exchange, call_on_all, is_of_group, resolve_group_or_alone
 from ferrodist.checkpoint.format.manifest import MANIFEST_NAME, hash_bytes
 from ferrodist.checkpoint.format.safetensors import dtype_name
 from ferrodist.checkpoint.save_plan import (
@@ -87,7 +87,8 @@ def save_distributed(
     """Save a checkpoint; every rank of the group calls this.
 
     When it returns, the checkpoint is on the disk. When it raises, or the ranks are killed at any moment, the
-    checkpoint that was at ``path`` before is unchanged.
+    checkpoint that was at ``path`` before is unchanged, unless the new manifest was in place: then the new one is
+    complete.
 
     Args:
         state: Nested dicts, lists and tuples of tensors (plain or `DTensor`), modules (also in `FSDP` or `DDP`),

@@ -110,7 +110,7 @@ class BoxReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorDescription(msgspec.Struct, array_like=True):
-    """A tensor's description, equal on all ranks."""
+    """A tensor's shape and dtype, which are equal on all ranks, and its placement, for display."""
 
     shape: tuple[int, ...]
     dtype: str

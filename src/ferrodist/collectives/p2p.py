@@ -382,7 +382,7 @@ def _check(operation: Send | Recv, group: Backend) -> None:
             check_out(tensor)
 
 
-def start_fast_send(tensor: torch.Tensor, dst: int, *, tag: int = 0, group: Backend) -> list[Request]:
+def start_checked_send(tensor: torch.Tensor, dst: int, *, tag: int = 0, group: Backend) -> list[Request]:
     """Start `send` of a checked tensor, which must not change until the requests, often none, are done."""
     found = compiled.fast_send(tensor, dst, tag, group, 0.0)  # doesn't wait; `continue_send` starts the rest
     if found is True:

@@ -108,7 +108,7 @@ class RpcAgent:
             self._executor = Executor(
                 num_workers,
                 f"ferrodist-rpc-{self.rank}-worker",
-                WaitEvents(backend.signal),
+                WaitEvents(backend.make_wait_event),
                 functools.partial(serving_agent.set, self),
             )
             undo.callback(self._executor.close)

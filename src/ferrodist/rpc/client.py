@@ -114,12 +114,12 @@ class RpcClient(PeerListener):
             return
         pending.release()
         if pending.is_given_up:
-            if pending.is_users:
+            if pending.is_user_call:
                 self.metrics.count("late")
             with contextlib.suppress(Exception):  # references in it have been counted for this rank
                 self._unpack(pending, kind, content)
             return
-        if pending.is_users:
+        if pending.is_user_call:
             self.metrics.count("answered", time.monotonic() - pending.started)
         # At once, in the order of messages: the next one may give back a reference in this.
         try:
@@ -239,7 +239,7 @@ class PendingCall:
         self.transfer: ReferenceTransfer | None = None
 
     @property
-    def is_users(self) -> bool:
+    def is_user_call(self) -> bool:
         """True for a call of a user, which counts in statistics and occupies a slot; False for an agent's own."""
         return self.peer is not None
 
@@ -297,7 +297,7 @@ class PendingCalls:
                 raise self.closed.fresh()
             self._last_call_id += 1
             call_id = self._last_call_id
-            self.num_made += pending.is_users
+            self.num_made += pending.is_user_call
             self._calls[call_id] = pending
             if pending.future is None:  # a thread that waits for its event checks the time itself
                 return call_id
@@ -318,7 +318,7 @@ class PendingCalls:
             if pending is not None and rank is not None and pending.rank != rank:
                 self._calls[call_id] = pending
                 return None
-            self.num_ended += pending is not None and pending.is_users
+            self.num_ended += pending is not None and pending.is_user_call
             return pending
 
     def give_up(self, call_id: int) -> PendingCall | None:
@@ -337,7 +337,7 @@ class PendingCalls:
     def num_in_flight(self) -> int:
         """The number of users' calls without a result."""
         with self._lock:
-            return sum(pending.is_users and not pending.is_given_up for pending in self._calls.values())
+            return sum(pending.is_user_call and not pending.is_given_up for pending in self._calls.values())
 
     def fail(self, rank: int | None, error: DistributedError) -> None:
         """Fail the calls to a rank, or all."""

@@ -260,7 +260,7 @@ class RemotePeer(Peer):
         """Receive from now on."""
         try:
             # Not a socket: it posts a receive for the next frame, and after each one for the one behind it.
-            self._frames = self.group.listen(
+            self._frames = self.group.post_persistent_recv(
                 self._group_rank, FRAME_BYTES, self._queue.put, self._disconnected, tag=FRAME_TAG
             )
         except DistributedError as error:

@@ -70,8 +70,8 @@ class RpcBackend(ABC):
     def refuse(self) -> None:  # noqa: B027 - may stay as it is
         """Note that an agent was not made: close, unless another agent uses this. By default nothing is done."""
 
-    def signal(self) -> WaitEvent:
-        """An event for a thread that waits for messages of the groups; see `Backend.signal`."""
+    def make_wait_event(self) -> WaitEvent:
+        """An event for a thread that waits for messages of the groups; see `Backend.make_wait_event`."""
         return LockWaitEvent()
 
     def close(self) -> None:  # noqa: B027 - may stay as it is
@@ -109,8 +109,8 @@ class GroupRpcBackend(RpcBackend):
         )
 
     @override
-    def signal(self) -> WaitEvent:
-        return self._group.signal()
+    def make_wait_event(self) -> WaitEvent:
+        return self._group.make_wait_event()
 
 
 class SimulatedRpcBackend(GroupRpcBackend):

@@ -1,4 +1,4 @@
-"""Arguments of torch's methods: both signatures, reductions, lists; and a call's record in the profiler, its route.
+"""Arguments of torch's methods: both signatures, reductions and lists; records of calls in the profiler.
 
 torch calls a method with an options object, or with the options as arguments. The methods of `FerrodistProcessGroup`
 are written for the first; `accept_options` adds the second.

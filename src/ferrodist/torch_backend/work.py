@@ -1,4 +1,4 @@
-"""The `Work` objects that torch's functions return, and whether a group has drained them.
+"""The `Work` objects that torch's functions return, and whether a caller may wait until a group has none left.
 
 A collective becomes a `CollectiveWork`, started in the `CallbackLevel` of the thread's depth of callbacks
 (`callback_levels.py`). Sends and receives are in `messages.py`.

@@ -81,7 +81,7 @@ def test_all_messages_come_in_their_order(backend, kind):
                 others.append(peer)
                 for number in range(10):
                     send(group, number, peer)
-        listeners = [group.listen(peer, SIZE, heard[peer].hear, heard[peer].end) for peer in others]
+        listeners = [group.post_persistent_recv(peer, SIZE, heard[peer].hear, heard[peer].end) for peer in others]
         for number in range(10, count):
             for peer in others:
                 send(group, number, peer)
@@ -118,9 +118,9 @@ def test_the_end_is_reported_once(backend):
             world.barrier()
             return
         first, second, closed = Heard(), Heard(), Heard()
-        pair.listen(1, SIZE, first.hear, first.end)
-        other.listen(1, SIZE, second.hear, second.end, tag=7)
-        other.listen(1, SIZE, closed.hear, closed.end, tag=8).close()
+        pair.post_persistent_recv(1, SIZE, first.hear, first.end)
+        other.post_persistent_recv(1, SIZE, second.hear, second.end, tag=7)
+        other.post_persistent_recv(1, SIZE, closed.hear, closed.end, tag=8).close()
         for heard in (first, second):
             heard.wait(lambda heard=heard: len(heard.messages) == 20)
         world.send(b"x", 1)
@@ -133,7 +133,7 @@ def test_the_end_is_reported_once(backend):
         assert not closed.messages
         late = Heard()
         try:
-            pair.listen(1, SIZE, late.hear, late.end)
+            pair.post_persistent_recv(1, SIZE, late.hear, late.end)
         except DistributedError as error:
             late.end(error)
         late.wait(lambda: late.errors)
@@ -154,7 +154,7 @@ def test_a_message_of_another_size_is_an_end(backend):
             world.recv(bytearray(1), 0)
             return
         heard = Heard()
-        world.listen(1, SIZE, heard.hear, heard.end)
+        world.post_persistent_recv(1, SIZE, heard.hear, heard.end)
         heard.wait(lambda: heard.errors)
         assert heard.messages == [message(0)]
         assert "5 bytes" in str(heard.errors[0])
@@ -171,7 +171,7 @@ def test_a_group_that_was_closed():
         pair.close()
         assert not pair.try_send(message(0), 1 - world.rank)
         with pytest.raises(GroupClosedError):
-            pair.listen(1 - world.rank, SIZE, print, print)
+            pair.post_persistent_recv(1 - world.rank, SIZE, print, print)
 
     run_ranks(on_rank, 2, backend="native-threads")
 
@@ -181,7 +181,7 @@ def test_a_wait_event_ends_one_wait(backend):
     """An event may be set before the wait or during it; setting it twice before a wait counts once."""
 
     def on_rank(world):
-        signal = world.signal()
+        signal = world.make_wait_event()
         assert not signal.wait(0.0)
         signal.set()
         signal.set()
@@ -231,13 +231,13 @@ def test_messages_are_delivered_in_a_waiting_thread(backend):
     """Ping-pong, many times: the answer is sent in the thread that waits, or in another one."""
 
     def on_rank(world):
-        peer, signal, got, rounds = 1 - world.rank, world.signal(), [], 1000
+        peer, signal, got, rounds = 1 - world.rank, world.make_wait_event(), [], 1000
 
         def hear(messages):
             got.extend(messages)
             signal.set()
 
-        listener = world.listen(peer, SIZE, hear, print)
+        listener = world.post_persistent_recv(peer, SIZE, hear, print)
         world.barrier()
         for number in range(rounds):
             if world.rank == 0:
@@ -269,7 +269,7 @@ def test_an_interrupted_delivery_is_repeated(when):
         if is_first:
             raise KeyboardInterrupt
 
-    other.listen(0, SIZE, hear, print)
+    other.post_persistent_recv(0, SIZE, hear, print)
     with pytest.raises(KeyboardInterrupt):
         send(one, 0, 1)
     send(one, 1, 1)

@@ -16,7 +16,7 @@ import torch
 from ferrodist.checkpoint import (
     DistCheckpointError,
     PerRank,
-    consensus,
+    collective_steps,
     load_distributed,
     save_distributed,
     verify,
@@ -280,13 +280,13 @@ def test_a_save_takes_five_object_collectives(tmp_path: Path, monkeypatch: pytes
     calls: list[tuple[int, str]] = []
 
     def recording(name: str) -> None:
-        collective = getattr(consensus, name)
+        collective = getattr(collective_steps, name)
 
         def record(*arguments: object, group: Backend, timeout: float) -> object:
             calls.append((group.rank, name.removesuffix("_object")))
             return collective(*arguments, group=group, timeout=timeout)
 
-        monkeypatch.setattr(consensus, name, record)
+        monkeypatch.setattr(collective_steps, name, record)
 
     for name in ("all_gather_object", "broadcast_object", "gather_object", "scatter_object"):
         recording(name)

@@ -54,7 +54,7 @@ class FakeGroup:
         self.posted = {}  # by tag: the buffer of a receive, and its request
         self.reason = None  # why it was aborted
 
-    def listen(self, src, size, heard, ended, *, tag):
+    def post_persistent_recv(self, src, size, heard, ended, *, tag):
         self.received = heard
 
     def try_send(self, frame, dst, *, tag):

@@ -284,7 +284,7 @@ class NoWorkers:
     """An executor none of whose workers waits."""
 
     def __init__(self):
-        self.wait_events = WaitEvents(SimulatedRpcBackend.create_group(1)[0].signal)
+        self.wait_events = WaitEvents(SimulatedRpcBackend.create_group(1)[0].make_wait_event)
 
     def waiting(self):
         """No other thread takes this one's place."""

@@ -200,8 +200,8 @@ class NativeBackend(DelegatingBackend):
     isend = delegated(Backend.isend, "_messages")
     irecv = delegated(Backend.irecv, "_messages")
     irecv_up_to = delegated(Backend.irecv_up_to, "_messages")
-    listen = delegated(Backend.listen, "_messages")
-    signal = delegated(Backend.signal, "_messages")
+    post_persistent_recv = delegated(Backend.post_persistent_recv, "_messages")
+    make_wait_event = delegated(Backend.make_wait_event, "_messages")
 
     @override
     def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:

@@ -44,7 +44,7 @@ class NativeEngine:
 
     def __init__(self, group: Backend, topology: HostTopology) -> None:
         # First, for it is destroyed first: that waits for its thread, which may use the attributes below.
-        self.compiled: Any = None  # the compiled communicator, once it is open on all ranks
+        self.communicator: Any = None  # the compiled communicator, once it is open on all ranks
         self._communicator: Any = None
         self._group = group
         self._topology = topology
@@ -67,8 +67,8 @@ class NativeEngine:
     def reserve(self) -> int:
         """Take the next sequence number of the group's collectives."""
         with self._reserving:
-            if self.compiled is not None:
-                return int(self.compiled.reserve())
+            if self.communicator is not None:
+                return int(self.communicator.reserve())
             self._num_reserved += 1
             return self._num_reserved - 1
 
@@ -91,7 +91,7 @@ class NativeEngine:
         with self._reserving:
             for _ in range(self._num_reserved):
                 communicator.reserve()
-            self.compiled = communicator
+            self.communicator = communicator
         self._opened.set()
         enable_tensor_views()
         if self._group.fast_path is not None:
@@ -100,7 +100,7 @@ class NativeEngine:
     @property
     def is_opening(self) -> bool:
         """Return whether ranks are opening the communicator, for which they need the group's messages."""
-        return self._has_begun and self.compiled is None
+        return self._has_begun and self.communicator is None
 
     def _when_open(self, action: Callable[[Any], object]) -> None:
         """Call ``action`` with the communicator, now or once it is open; of several, the last one is called then."""
@@ -117,9 +117,9 @@ class NativeEngine:
 
     def await_turn(self, sequence: int) -> None:
         """Return when all earlier collectives have ended, or the group has."""
-        if self.compiled is not None:
+        if self.communicator is not None:
             with contextlib.suppress(self.failure_type):
-                self.compiled.await_turn(sequence)
+                self.communicator.await_turn(sequence)
 
     def leave(self) -> None:
         """Leave the group: ranks that wait for this one get an error."""
@@ -136,10 +136,10 @@ class NativeEngine:
         if self._group.failure is not None:
             raise self._group.failure.fresh()
         deadline = Deadline(op.timeout)
-        if self.compiled is None:
+        if self.communicator is None:
             self._open_at(sequence, op.signature(), deadline)
         try:
-            collective = getattr(self.compiled, op.kind)
+            collective = getattr(self.communicator, op.kind)
             payloads: list[bytes] | None = collective(
                 *_ARGUMENTS[op.kind](op), timeout=deadline.remaining(), ticket=sequence
             )
@@ -163,7 +163,7 @@ class NativeEngine:
         return open_symmetric(
             self._group,
             self._topology,
-            self.compiled,
+            self.communicator,
             call,
             size_bytes=size_bytes,
             joined=joined,
@@ -194,7 +194,7 @@ class NativeEngine:
 
     def has_left(self, failure: BaseException) -> bool:
         """Return whether the failure of a wait has ended this rank's part in the group, too."""
-        return isinstance(failure, self.failure_type) or self.compiled.is_broken
+        return isinstance(failure, self.failure_type) or self.communicator.is_broken
 
     def _abort_for(self, failure: BaseException, call: CollectiveSignature, timeout: float) -> BaseException:
         """End the group because of a failure in the engine; returns its public error."""

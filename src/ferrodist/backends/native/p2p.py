@@ -176,8 +176,10 @@ class NativeP2P(GroupObserver):
                 self._engine.end_unmatched(request, self._id_of(error))
         return _NativeRequest(self, request, group_id, view.nbytes)
 
-    def listen(self, src: int, size_bytes: int, heard: OnMessages, ended: OnEnd, *, tag: int = 0) -> PersistentRecv:
-        """Receive every message of a rank; see `Backend.listen`."""
+    def post_persistent_recv(
+        self, src: int, size_bytes: int, heard: OnMessages, ended: OnEnd, *, tag: int = 0
+    ) -> PersistentRecv:
+        """Receive every message of a rank; see `Backend.post_persistent_recv`."""
         source, group_id = check_peer(self._control, src), group_of_tag(check_tag(tag, TAG_BITS))
 
         def end(ending: _Ending) -> None:
@@ -193,8 +195,8 @@ class NativeP2P(GroupObserver):
             listener.end(self._id_of(error))
         return cast("PersistentRecv", listener)
 
-    def signal(self) -> WaitEvent:
-        """An event whose waiting thread moves messages; see `Backend.signal`."""
+    def make_wait_event(self) -> WaitEvent:
+        """An event whose waiting thread moves messages; see `Backend.make_wait_event`."""
         return cast("WaitEvent", load().Signal(self._engine))
 
     def tensor_p2p(self, group_id: int, rank: int, ranks: Iterable[int]) -> Any:

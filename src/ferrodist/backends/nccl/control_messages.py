@@ -34,5 +34,6 @@ def listen(
     nothing more will come from a rank.
     """
     return [
-        group.listen(rank, size_bytes, partial(on_messages, rank), partial(on_end, rank), tag=tag) for rank in ranks
+        group.post_persistent_recv(rank, size_bytes, partial(on_messages, rank), partial(on_end, rank), tag=tag)
+        for rank in ranks
     ]

@@ -6,8 +6,8 @@ A layout depends on shapes and the number of ranks alone, but for the ids that i
 The parameters of a unit that have one dtype lie end to end in one flat tensor (row-major, or in the dim order of a
 channels-last weight), which is cut into as many equal shards as there are ranks to divide it, wherever the cuts fall.
 So a unit is gathered by one all_gather straight to where its parameters are used, without a copy, and no shape or
-number of ranks is special: padding is at most a few elements a unit. A parameter that a cut goes through has a local
-shard on two or more ranks; a rank's local shard may be empty.
+number of ranks is special: each parameter is padded to 16 elements, and a large shard to whole pages. A parameter that
+a cut goes through has a local shard on two or more ranks; a rank's local shard may be empty.
 
 Gradients travel in *rows*, one for each rank that divides the unit: the rank's shard, and behind it a gradient mask
 with one element for each parameter: 1 from a rank that has a gradient for it, else 0. So a gradient that no rank has

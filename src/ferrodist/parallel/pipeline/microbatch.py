@@ -207,13 +207,15 @@ class Losses:
         self.reduction = reduction
         self._num_microbatches = num_microbatches
         self.all_losses: list[float] = []  # those of the last step's microbatches, on every rank
-        self.gradients: dict[int, list[torch.Tensor | None]] = {}  # each loss's weight, with which backward begins
+        self.start_gradients: dict[
+            int, list[torch.Tensor | None]
+        ] = {}  # each loss's weight, with which backward begins
         self._counts: dict[str, Sequence[int]] = {}
         self._own_losses: dict[int, float] = {}  # by microbatch, on the rank of the last stage
 
     def reset(self) -> None:
         """Forget the previous step."""
-        self.gradients.clear()
+        self.start_gradients.clear()
         self._counts.clear()
         self._own_losses.clear()
 
@@ -238,7 +240,7 @@ class Losses:
                 " losses alone"
             )
         self._own_losses[microbatch] = float(loss.detach())
-        self.gradients[microbatch] = [torch.full_like(loss, self._weight(microbatch))]
+        self.start_gradients[microbatch] = [torch.full_like(loss, self._weight(microbatch))]
         return [loss]
 
     def reduce_to_all(self, group: Backend, timeout: float) -> torch.Tensor:

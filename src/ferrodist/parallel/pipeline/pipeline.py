@@ -378,7 +378,7 @@ class Pipeline(TransparentWrapper):
             loss = self._loss_fn(value, microbatch_targets[microbatch]) if self._loss_fn else value
             return self._losses.add(microbatch, loss)
 
-        return StepData(microbatches, on_output, self._losses.gradients)  # which `Losses.add` fills
+        return StepData(microbatches, on_output, self._losses.start_gradients)  # which `Losses.add` fills
 
     def _verify_and_share(
         self, stages: Sequence[torch.nn.Module | None], shared: Sequence[Sequence[tuple[int, str]]]

@@ -23,7 +23,7 @@ import torch
 from ferrodist.backends.request import Request, wait_all
 from ferrodist.collectives.arguments import bytes_of
 from ferrodist.collectives.engines.select import engine_of
-from ferrodist.collectives.p2p import recv, start_fast_send
+from ferrodist.collectives.p2p import recv, start_checked_send
 from ferrodist.collectives.serialization import PackedValue, decode_value, encode_value
 from ferrodist.collectives.tensor_protocol import TensorReceive, start_send
 from ferrodist.deadline import Deadline
@@ -46,7 +46,7 @@ def send_value(packed: PackedValue, dst: int, tag: int, group: Backend) -> list[
         if tensor.is_cuda:
             engine_of(group, tensor.device)  # an error if the group can't move it
     encoded, out_of_band = encode_value(packed, "a value between stages")
-    requests = start_fast_send(torch.frombuffer(encoded, dtype=torch.uint8), dst, tag=tag, group=group)
+    requests = start_checked_send(torch.frombuffer(encoded, dtype=torch.uint8), dst, tag=tag, group=group)
     for tensor in out_of_band:
         requests += start_send(group, tensor, dst, tag)
     return requests
@@ -244,7 +244,7 @@ class ScheduleExecutor:
                 tensor for tensor, needs_grad in zip(packed.tensors, packed.wants_gradient, strict=True) if needs_grad
             ]
             stage.retain_outputs(microbatch, edge.name, requiring_grad)
-            if self._is_written_locally(edge) or stage.has_buffers(packed.tensors):
+            if self._is_written_locally(edge) or stage.includes_buffers(packed.tensors):
                 packed = packed.copy()
             self._store_or_send(_TransferKey(edge, microbatch, is_gradient=False), packed)
         self.peak_in_flight = max(self.peak_in_flight, sum(each.num_in_flight for each in self._stages.values()))

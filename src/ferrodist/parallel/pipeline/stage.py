@@ -132,7 +132,7 @@ class Stage:
             self._in_flight[microbatch] = _InFlightMicrobatch(inputs, {})
         return result if isinstance(result, PipelineOutput) else PipelineOutput(result)
 
-    def has_buffers(self, tensors: Iterable[torch.Tensor]) -> bool:
+    def includes_buffers(self, tensors: Iterable[torch.Tensor]) -> bool:
         """True if some tensors are buffers of the module, or views of them, to which its next forward may write."""
         without_history = {
             id(each) for tensor in tensors if not tensor.requires_grad for each in (tensor, base_of(tensor))

@@ -364,7 +364,7 @@ def test_tensors_of_other_processes_are_read_in_place(world_size):
 
     def program(group):
         fd.barrier()
-        return group.engine("cpu").compiled.can_read_peers, _moved(group)
+        return group.engine("cpu").communicator.can_read_peers, _moved(group)
 
     results = run_ranks(program, world_size, backend="native")
     if not all(can_read for can_read, _ in results):

@@ -184,7 +184,7 @@ def test_each_rank_takes_the_pages_of_its_symmetric_memory():
         group.barrier()
         with _memory(load().create_arena, stride, 3) as descriptor:
             assert _pages_bytes(descriptor) == 0
-            tensor = group.engine("cpu").compiled.map_arena(descriptor, 1, stride, stride)
+            tensor = group.engine("cpu").communicator.map_arena(descriptor, 1, stride, stride)
             _check_taken(descriptor, group.rank * stride, stride, 0)
             del tensor
 
@@ -218,7 +218,7 @@ def test_the_engine_counts_without_wrapping():
         try:
             for stride, size in ((_WRAPPED, 8192), (4096, 4097)):
                 with pytest.raises(OSError, match="size of") as caught:
-                    group.engine("cpu").compiled.map_arena(descriptor, 1, stride, size)
+                    group.engine("cpu").communicator.map_arena(descriptor, 1, stride, size)
                 assert caught.value.errno == errno.EOVERFLOW
         finally:
             os.close(descriptor)

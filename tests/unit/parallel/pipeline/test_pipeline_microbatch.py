@@ -160,7 +160,7 @@ def test_weights_of_losses():
         for microbatch, value in enumerate(values):
             (begun,) = losses.add(microbatch, value)
             assert begun is value
-            weights.append(losses.gradients[microbatch][0].item())
+            weights.append(losses.start_gradients[microbatch][0].item())
         assert weights == pytest.approx(expected)
         assert share(losses) == pytest.approx(sum(w * v.item() for w, v in zip(expected, values, strict=True)))
         assert losses.all_losses == [1.0, 2.0, 6.0]

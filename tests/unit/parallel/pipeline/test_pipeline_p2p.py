@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ferrodist.backends.subgroup import SubBackend
-from ferrodist.collectives.p2p import recv, send, start_fast_send
+from ferrodist.collectives.p2p import recv, send, start_checked_send
 from ferrodist.collectives.serialization import PackedValue, encode_value
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -197,7 +197,7 @@ def test_a_missing_out_of_band_tensor(prefetch):
         if group.rank == 0:
             packed = PackedValue.of(torch.ones(300 * KIB), "it")
             message = torch.frombuffer(encode_value(packed, "it")[0], dtype=torch.uint8)
-            for request in start_fast_send(message, 1, tag=0, group=group):
+            for request in start_checked_send(message, 1, tag=0, group=group):
                 request.wait(10)
             group.barrier()
             return
@@ -231,7 +231,9 @@ def test_cancelled_out_of_band_receives_take_nothing():
         tensor = torch.ones(300 * KIB)
         if group.rank == 0:
             packed = PackedValue.of(tensor, "it")
-            start_fast_send(torch.frombuffer(encode_value(packed, "it")[0], dtype=torch.uint8), 1, tag=0, group=group)
+            start_checked_send(
+                torch.frombuffer(encode_value(packed, "it")[0], dtype=torch.uint8), 1, tag=0, group=group
+            )
             group.barrier()
             group.barrier()
             send(tensor, 1, tag=0, group=group)
@@ -276,7 +278,7 @@ def test_a_message_that_arrives_during_cancel(monkeypatch, ends):
         own = SubBackend(group, [0, 1])
         if group.rank == 0:
             packed = PackedValue.of(torch.ones(300 * KIB), "it")
-            start_fast_send(torch.frombuffer(encode_value(packed, "it")[0], dtype=torch.uint8), 1, tag=0, group=own)
+            start_checked_send(torch.frombuffer(encode_value(packed, "it")[0], dtype=torch.uint8), 1, tag=0, group=own)
             group.barrier()
             return
         pending = PendingRecv(0, 0, own, prefetch=True)
