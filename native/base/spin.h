@@ -31,8 +31,8 @@
 
 namespace ferrodist {
 
-// Contention observed by spinning threads, shared by the waits of one group's memory, of one group between hosts, or of one
-// P2P engine.
+// Contention observed by spinning threads, shared by the waits of one group's memory, of one group between hosts, or of
+// one P2P engine.
 class Contention {
 public:
     [[nodiscard]] bool is_seen(Clock::time_point now) const noexcept {

@@ -162,7 +162,7 @@ nb::object out_or_new(nb::handle out, nb::handle tensor, Shape shape, std::size_
     if (!view) return nb::none();
     if (shape == Shape::same) return new_like(tensor);
     if (shape == Shape::nothing) return new_empty(tensor, std::array<std::int64_t, 1>{}, 0, 0);
-    if (view->shape.empty() || view->shape.size() > most_sizes) return nb::none();
+    if (dim >= view->shape.size() || view->shape.size() > most_sizes) return nb::none();
     const auto factor = static_cast<std::int64_t>(number);
     std::int64_t rows = view->shape[dim];
     if (shape == Shape::part && rows % factor != 0) return nb::none();

@@ -62,9 +62,9 @@ constexpr PyMethodDef fast_method(const char* name) {
 // How the result's shape follows from the tensor's and a number.
 enum class Shape {
     same,     // the tensor's; the number is not used
-    joined,   // dim 0 so many times as long
-    part,     // dim 0 divided by it
-    rows,     // so many rows, along a dim
+    joined,   // a dim so many times as long
+    part,     // a dim divided by it
+    rows,     // a dim of that size
     nothing,  // no elements, in one dim; the number is not used
 };
 
@@ -107,7 +107,7 @@ int number_of(nb::handle op);
 std::vector<std::size_t> counts_of(nb::handle counts, const Communicator& communicator);
 
 // `out`, or a new tensor if that is None; None if the tensor is not plain or has no rows to join or divide, and null on
-// an error. `dim` is for `Shape::rows`.
+// an error.
 nb::object out_or_new(nb::handle out, nb::handle tensor, Shape shape, std::size_t number = 0, std::size_t dim = 0);
 // A new tensor of `shape` but for the size of `dim`, which is `rows`; null on an error.
 nb::object new_tensor(std::uint8_t dtype, std::span<const std::int64_t> shape, std::size_t rows, std::size_t dim = 0);

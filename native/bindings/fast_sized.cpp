@@ -32,6 +32,8 @@ void copy_text(std::byte* out, std::string_view bytes) {
 // The dim along which parts are joined or divided. In the whole tensor they alternate: each has a run of elements for
 // every index of the dims before it.
 struct JoinedDim {
+    static constexpr std::size_t most_copied_bytes = std::size_t{4} << 20;
+
     std::size_t dim;
     std::size_t size;      // of the tensor, along it
     std::size_t row;       // elements of all other dims
@@ -61,14 +63,20 @@ struct JoinedDim {
     // Whether `out` has the dtype of `part`, and its shape but for the size of the dim.
     [[nodiscard]] bool fits(const TensorView& out, const TensorView& part, std::size_t size_of_out) const {
         if (out.dtype != part.dtype || out.shape.size() != part.shape.size()) return false;
-        for (std::size_t each = 0; each < part.shape.size(); ++each)
-            if (out.shape[each] != (each == dim ? static_cast<std::int64_t>(size_of_out) : part.shape[each])) return false;
+        for (std::size_t each = 0; each < part.shape.size(); ++each) {
+            const auto size = each == dim ? static_cast<std::int64_t>(size_of_out) : part.shape[each];
+            if (out.shape[each] != size) return false;
+        }
         return true;
     }
-    // Calls `copy(in_whole, in_parts, size)` for each run, with its offsets in bytes in the whole tensor and in parts of
-    // so many elements that lie one after the other.
+    // Whether a whole tensor of so many bytes is left to the general path, which copies large ones faster.
+    [[nodiscard]] bool is_large(std::size_t size) const { return num_runs != 1 && size > most_copied_bytes; }
+    // Calls `copy(in_whole, in_parts, size)` for each run, with its offsets in bytes in the whole tensor and in parts
+    // of so many elements that lie one after the other.
     template <class Copy>
     void for_runs(std::span<const std::size_t> counts, std::size_t element_size, const Copy& copy) const {
+        if (std::ranges::count(counts, std::size_t{0}) == std::ssize(counts))
+            return;  // there may be any number of runs
         std::size_t in_whole = 0;
         for (std::size_t run = 0; run < num_runs; ++run) {
             std::size_t start = 0;
@@ -134,6 +142,7 @@ void write_joined(const JoinedDim& along, const TensorView* out, std::span<const
 // all_gather_uneven, and gather to `root`; -1 is none.
 PyObject* concatenate(const OpenFastPath& path, const char* name, nb::handle tensor, nb::handle dim, nb::handle out,
                       int root) {
+    const auto own_rank = static_cast<std::size_t>(path.communicator->rank());
     const bool has_result = root < 0 || root == path.communicator->rank();
     const auto part = view_tensor(tensor.ptr());
     const auto along = part ? JoinedDim::of(part->shape, dim) : std::nullopt;
@@ -159,7 +168,9 @@ PyObject* concatenate(const OpenFastPath& path, const char* name, nb::handle ten
     if (!result.is_valid()) return parts->have_come ? nullptr : fail_after_share(path, name);
     const auto pair = view_pair(tensor, result);
     if (!pair || (has_result && !along->fits(pair->out, pair->source, total))) return as_list(payloads);
+    if (pair->source.count != parts->rows[own_rank] * along->row) return as_list(payloads);  // another thread's change
     const TensorView* const target = has_result ? &pair->out : nullptr;
+    if (target != nullptr && along->is_large(target->count * size_of(target->dtype))) return as_list(payloads);
     const std::vector<std::size_t> counts = along->counts(parts->rows);
     if (parts->have_come) {
         if (has_result)
@@ -299,8 +310,9 @@ PyObject* fast_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
         std::array<std::int64_t, most_dims> shape{};
         std::ranges::copy(whole->shape, shape.begin());
         head.shape = shape;
-        elements.emplace(*whole, *along, along->counts(rows));
         whole_bytes = whole->count * size_of(whole->dtype);
+        if (along->is_large(whole_bytes)) Py_RETURN_NONE;
+        elements.emplace(*whole, *along, along->counts(rows));
     } else {
         const auto given = integer_of(dim);
         constexpr auto most = static_cast<std::int64_t>(most_dims);

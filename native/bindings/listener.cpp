@@ -177,7 +177,7 @@ void bind_listener(nb::module_& m) {
         .def("end", &Listener::end, "reason"_a)
         .def("close", &Listener::close);
     m.def(
-        "listen",
+        "post_persistent_recv",
         [](std::shared_ptr<P2PEngine> engine, std::size_t size, int source, std::uint64_t group, std::uint64_t number,
            int num_slots, nb::object on_messages, nb::object on_end) {
             auto* listener = new Listener(std::move(engine), size, source, Tag{group, number}, num_slots,

@@ -39,12 +39,13 @@ public:
     [[nodiscard]] bool is_started() const noexcept { return pending_ != nullptr; }
     [[nodiscard]] bool is_done() const noexcept { return pending_->is_done(); }
     bool wait(double timeout) {
-        if (pending_->is_done()) {
-            communicator_.free_retained();
-            return pending_->wait(timeout);
+        if (!pending_->is_done()) {
+            const GilRelease released;
+            if (!communicator_.wait(*pending_, timeout)) return false;
         }
-        const GilRelease released;
-        return communicator_.wait(*pending_, timeout);
+        communicator_.free_retained();
+        const auto unused = std::move(tensors_);  // whoever keeps this object need not keep them
+        return pending_->wait(timeout);
     }
 
 private:

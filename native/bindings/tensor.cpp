@@ -56,6 +56,7 @@ PyObject* forward_mode = nullptr;   // dict of torch.autograd.forward_ad
 PyObject* current_level = nullptr;  // name of its level, which is not negative where tensors may have tangents
 PyObject* dispatch = nullptr;       // dict of torch.utils._python_dispatch
 PyObject* has_mode = nullptr;       // name of the flag that is True while some thread has a dispatch mode (tracing)
+PyObject* num_modes = nullptr;      // function of torch._C that counts this thread's dispatch modes
 
 // Whether a new reference is to a true value. An error counts as true: the general path reports it.
 bool is_true(PyObject* value) {
@@ -73,8 +74,14 @@ bool may_have_tangents() {
     return level != nullptr && PyLong_CheckExact(level) && PyLong_AsLong(level) >= 0;
 }
 
+// The flag is a cheap look. Modes of several threads restore it as they found it, so it may stay True for ever.
 bool may_be_traced() {
-    return PyDict_GetItemWithError(dispatch, has_mode) == Py_True;
+    if (PyDict_GetItemWithError(dispatch, has_mode) != Py_True) return false;
+    PyObject* count = num_modes == nullptr ? nullptr : PyObject_CallNoArgs(num_modes);
+    const bool is_none = count != nullptr && PyLong_CheckExact(count) && PyLong_AsLong(count) == 0;
+    PyErr_Clear();
+    Py_XDECREF(count);
+    return !is_none;
 }
 
 // Both return an object that lives as long as the type, or null if it is of another kind.
@@ -196,6 +203,8 @@ bool load_tensor_interface(PyObject* plain, PyObject* parameter, PyObject* incre
     increment_version = Py_NewRef(increment);
     current_level = PyUnicode_InternFromString("_current_level");
     has_mode = PyUnicode_InternFromString("_is_in_torch_dispatch_mode");
+    PyObject* names = names_of("torch._C");
+    num_modes = names == nullptr ? nullptr : Py_XNewRef(PyDict_GetItemString(names, "_len_torch_dispatch_stack"));
     return true;
 }
 

@@ -1,6 +1,7 @@
 #include "collectives/chain.h"
 
-#include "collectives/exchange.h"
+#include <algorithm>
+#include <array>
 
 namespace ferrodist {
 
@@ -140,7 +141,105 @@ private:
     Fold fold_;
 };
 
+// One broadcast on one rank; see [Note: chain of a broadcast].
+class ChainBroadcast {
+public:
+    ChainBroadcast(Context& context, std::byte* out, const std::byte* source, const Segmentation& segmentation,
+                   int root)
+        : context_(context),
+          fabric_(context.fabric),
+          out_(out),
+          source_(source),
+          segmentation_(segmentation),
+          relay_(fabric_.chain().first_local + root % fabric_.chain().num_local),
+          base_(fabric_.next_segment()) {
+        const Chain& chain = fabric_.chain();
+        const int own_host = context.rank / chain.num_local;
+        const int root_host = root / chain.num_local;
+        if (own_host > root_host) before_ = chain.previous;
+        if (own_host < root_host) before_ = chain.next;
+        if (own_host <= root_host) beyond_[0] = chain.previous;
+        if (own_host >= root_host) beyond_[1] = chain.next;
+        has_readers_ = chain.num_local > 1 || beyond_[0] >= 0 || beyond_[1] >= 0;
+    }
+
+    void run(const Deadline& deadline) {
+        const std::size_t count = segmentation_.num_segments();
+        for (std::size_t k = 0; k < count; ++k) {
+            if (context_.rank == relay_) {
+                relay(k, deadline);
+            } else {
+                fabric_.await_rank(relay_, &shm::RankFlags::staged, base_ + k + 1, deadline);
+                take(k, fabric_.slot(relay_, base_ + k));
+            }
+            fabric_.publish_host(&shm::RankFlags::done, base_ + k + 1);
+        }
+        fabric_.count_segments(count);
+        // Before the next collective ranks of other hosts wait for this only if all slots were used.
+        if (count >= shm::num_slots) fabric_.publish_done(base_ + count);
+    }
+
+private:
+    void relay(std::size_t k, const Deadline& deadline) {
+        const std::uint64_t number = base_ + k;
+        const std::byte* from = source_ + segmentation_.offset_bytes(k);
+        if (before_ >= 0) {
+            fabric_.await_rank(before_, &shm::RankFlags::staged, number + 1, deadline);
+            from = fabric_.slot(before_, number);
+        }
+        if (has_readers_) {
+            await_own_slot(number, deadline);
+            const std::size_t size = segmentation_.size_bytes(k);
+            context_.into_shared.copy(fabric_.slot(context_.rank, number), from, size);
+            fabric_.publish_host(&shm::RankFlags::staged, number + 1);
+            for (const int r : beyond_)
+                if (r >= 0) fabric_.send_to(r, tcp::LinkFrameType::staged, number, {.size = size});
+            fabric_.write();
+        }
+        take(k, from);
+        if (before_ >= 0) fabric_.send_done_to(before_, number + 1);
+    }
+
+    // Waits until this host's ranks have read, and those beyond have received, what was in the slot of segment `number`.
+    void await_own_slot(std::uint64_t number, const Deadline& deadline) {
+        if (fabric_.is_slot_free(number)) return;
+        const std::uint64_t done = number - shm::num_slots + 1;
+        fabric_.await_host(&shm::RankFlags::done, done, deadline);
+        for (const int r : beyond_)
+            if (r >= 0) fabric_.await_rank(r, &shm::RankFlags::done, done, deadline);
+    }
+
+    void take(std::size_t k, const std::byte* from) {
+        std::byte* out = out_ + segmentation_.offset_bytes(k);
+        if (out != from) copy_bytes(out, from, segmentation_.size_bytes(k));
+    }
+
+    Context& context_;
+    Fabric& fabric_;
+    std::byte* out_;
+    const std::byte* source_;
+    Segmentation segmentation_;
+    int relay_;                          // of this host
+    int before_ = -1;                    // the relay of the host nearer to the root, or -1 on the root's
+    std::array<int, 2> beyond_{-1, -1};  // those of the hosts farther from it, or -1
+    bool has_readers_ = false;           // whether any rank reads this rank's slots, if it is the relay
+    std::uint64_t base_;
+};
+
+// From this size on a broadcast goes along the chain, or if it needs several segments.
+constexpr std::size_t least_chain_bytes = std::size_t{64} * 1024;
+
 }  // namespace
+
+bool can_broadcast_in_chain(const Fabric& fabric, std::size_t size) {
+    return fabric.chain().num_local > 1 && size >= std::min(least_chain_bytes, fabric.layout().slot_bytes);
+}
+
+void broadcast_in_chain(Context& context, std::byte* out, const std::byte* source, const Segmentation& segmentation,
+                        int root, const Deadline& deadline) {
+    context.fabric.enter(deadline);
+    ChainBroadcast(context, out, source, segmentation, root).run(deadline);
+}
 
 bool can_fold_in_chain(const Fabric& fabric, const Reduction& reduction) {
     return fabric.chain().num_local > 1 && !is_small_float(reduction.dtype);

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "base/fresh_memory.h"
+#include "collectives/chain.h"
 #include "collectives/exchange.h"
 #include "collectives/sizes.h"
 
@@ -208,6 +209,8 @@ void broadcast(Context& context, std::byte* out, const std::byte* source, std::s
         .count = count,
         .element_size = element_size,
         .segment_elements = elements_in(segment_bytes(size, context.fabric.layout()), element_size)};
+    if (can_broadcast_in_chain(context.fabric, size))
+        return broadcast_in_chain(context, out, source, segmentation, root, deadline);
     // A root whose result is its source has nothing else to do while the others read.
     const bool is_read = !is_root || out != source || size <= most_read_from_idle_bytes;
     const Offer offer = offer_source(context, Operation::broadcast, is_root ? source : out, size, is_read ? size : 0);

@@ -17,8 +17,8 @@ struct Range {
     std::size_t size = 0;
 };
 
-// A rank's neighbours in the chain of hosts; it exists where hosts follow one another in rank order, with equally many
-// ranks each.
+// A rank's neighbours in the chain of hosts (see [Note: chain] in collectives/chain.h); it exists where hosts follow one
+// another in rank order, with equally many ranks each.
 struct Chain {
     int num_local = 1;    // ranks per host; 1 where there is no chain
     int first_local = 0;  // the first rank of this host
@@ -127,9 +127,14 @@ public:
     void publish_host(shm::Flag shm::RankFlags::* flag, std::uint64_t value) { memory_->publish(own().*flag, value); }
     void await_host(shm::Flag shm::RankFlags::* flag, std::uint64_t value, const Deadline& deadline);
     void await_rank(int r, shm::Flag shm::RankFlags::* flag, std::uint64_t value, const Deadline& deadline);
+    // Queues bytes of this rank's slot for one rank of another host, or that it is done; `write` sends what is queued,
+    // and so does any wait.
     void send_to(int r, tcp::LinkFrameType kind, std::uint64_t number, const Range& range) {
         links_->send(r, kind, number, range.offset, {slot(rank_, number) + range.offset, range.size});
     }
+
+    void send_done_to(int r, std::uint64_t number) { links_->send(r, tcp::LinkFrameType::done, number, 0, {}); }
+    void write() { links_->write(); }
 
     // For a group of two ranks on two hosts: sends segment `number` to the other rank straight from `data`, without a
     // slot. `data` must stay unchanged until `await_exchanged`, which waits until it has been sent and the other rank's

@@ -1,9 +1,10 @@
 // A group's shared memory on one host: arrival records, flags and staging slots.
 //
 // [Note: one writer]
-// Every flag has one rank that writes it, on cache lines of its own, and only grows. Exceptions are the group's bell, the
-// abort record, and in oversubscribed groups the arrival counter and `released`, which the last rank to arrive writes. So
-// nothing has to be reset, and there are no locks in shared memory: a killed rank leaves nothing locked behind.
+// Every flag has one rank that writes it, on cache lines of its own, and only grows. Exceptions are the group's bell,
+// the abort record, and in oversubscribed groups the arrival counter and `released`, which the last rank to arrive
+// writes. So nothing has to be reset, and there are no locks in shared memory: a killed rank leaves nothing locked
+// behind.
 //
 // [Note: memory order]
 // A flag is stored after the data that it publishes and loaded before that data is read, with sequentially consistent

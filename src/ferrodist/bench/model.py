@@ -34,7 +34,8 @@ A tensor goes in n segments of 512 KiB (256 KiB at most up to P ranks on one hos
 
 (*) 8 KiB with 3 and 4 ranks, 16 KiB with 2. Between hosts each rank sends each of the p - L others a message at each
 meeting, and (p - L) S bytes go between hosts; for an allreduce 2 (p - 1) S where each rank has a host, and else
-2 (h - 1) S, along a chain of hosts in 2 (h - 1) steps. Two ranks on two hosts exchange whole tensors.
+2 (h - 1) S, along a chain of hosts in 2 (h - 1) steps. From 64 KiB on a broadcast goes along it, too, in h - 1 steps,
+if hosts have several ranks. Two ranks on two hosts exchange whole tensors.
 
 The model has no term for caches, for the scheduler's choice of the next rank, nor for reading another process's memory
 in place, which large tensors do up to P ranks (it saves a copy).
@@ -56,8 +57,10 @@ if TYPE_CHECKING:
 _KIB = 1024
 _INLINE_BYTES = 232  # of a rank's tensor in its arrival: see `max_inline_bytes` in native/transport/shm/group_memory.h
 _SLOT_BYTES, _WIDE_SLOT_BYTES = 256 * _KIB, 512 * _KIB  # see src/ferrodist/backends/native/bootstrap.py
+_NUM_SLOTS = 3  # see native/transport/shm/group_memory.h
 _SMALLEST_SEGMENT_BYTES = 64 * _KIB  # see native/collectives/sizes.h, as for the others
 _PARTNER_SEGMENT_BYTES = 128 * _KIB
+_LEAST_CHAIN_BYTES = 64 * _KIB  # of a broadcast: see native/collectives/chain.cpp
 
 RING_SIZES = (2, 4, 8, 16)  # each twice the one before
 
@@ -137,6 +140,8 @@ def work_of(case: Case, processors: int) -> Work:
     if case.operation is Operation.REDUCE_SCATTER:
         copied, folded = (ranks - 1) * size, ranks * size
     elif case.operation is Operation.BROADCAST:
+        if 1 < case.num_hosts < ranks and size >= _LEAST_CHAIN_BYTES:
+            return _broadcast_in_chain(case, num_segments)
         copied, chained = ranks * size, size + size / num_segments
     elif case.operation is Operation.ALL_TO_ALL:
         copied = (2 * ranks - 1) * size
@@ -166,6 +171,20 @@ def _allreduce(case: Case, processors: int) -> Work:
         folded_bytes=(ranks + hosts - 1) * size,
         messages=2 * ranks * (ranks - local) + num_segments * steps * local,  # all meet to begin, and to end
         sent_bytes=steps * size,
+    )
+
+
+def _broadcast_in_chain(case: Case, num_segments: int) -> Work:
+    ranks, hosts, size = case.num_ranks, case.num_hosts, _size_of(case)
+    local = ranks // hosts
+    meetings = 1 if num_segments < _NUM_SLOTS else 2  # all meet to begin, and to end if all slots were used
+    return Work(
+        turns=meetings * ranks + num_segments * (ranks + hosts - 1),
+        lines=meetings * ranks * local + 2 * num_segments * ranks,  # a relay's flag, and that of each of its readers
+        copied_bytes=(ranks + hosts - 1) * size,
+        chained_bytes=size + hosts * size / num_segments,
+        messages=meetings * ranks * (ranks - local) + 2 * num_segments * (hosts - 1),
+        sent_bytes=(hosts - 1) * size,
     )
 
 

@@ -23,6 +23,7 @@ from ferrodist.backends.native.binding import ReportingModule, compiled, is_nati
 from ferrodist.backends.process_group import find_group
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.collectives.work import collector
+from ferrodist.torch_private.compilers import outside_of_compiler
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def start_log() -> None:
 
 
 def reported(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Log the calls of a fast path that is written in Python, if the environment asks for it."""
+    """Exclude a fast path that is written in Python from compilation; log its calls, if the environment asks for it."""
+    function = outside_of_compiler(function)
     if not isinstance(compiled, ReportingModule):
         return function
 

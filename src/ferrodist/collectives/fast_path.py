@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import threading
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,12 +25,13 @@ from typing_extensions import override
 
 from ferrodist.backends import process_group
 from ferrodist.backends.native.binding import compiled, is_native_available
-from ferrodist.collectives.arguments import check_tensor, compute_shard_sizes, flatten_parts
+from ferrodist.collectives.arguments import check_tensor, compute_shard_sizes, flatten_parts, writing_to
 from ferrodist.collectives.call_log import reported, start_log
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.work import PendingCollective, collector
 from ferrodist.deadline import check_timeout
 from ferrodist.torch_private.autograd import increment_version
+from ferrodist.torch_private.compilers import not_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 _MOST_DIMS = 64
 """torch's tensors have no more."""
+
+_MOST_JOINED_BYTES = 4 << 20
+"""Larger results of started collectives along inner dims are joined by the general path, in less memory."""
 
 
 @reported
@@ -83,12 +86,19 @@ def _start_all_gather_along(tensor: torch.Tensor, dim: int, path: Any) -> Any:
     dim = _dim_of(tensor, dim)
     if dim < 0:
         return None
-    ones = (1,) * dim  # before a dim along which parts lie one after the other
+    shape, num_ranks = tensor.shape, path.engine.num_ranks
+    result = tensor.new_empty(*shape[:dim], num_ranks * shape[dim], *shape[dim + 1 :])
+    if math.prod(shape[:dim]) == 1:  # the parts lie one after the other
+        source = tensor.contiguous()
+        started = path.communicator.start_all_gather(source, result, dim, path.timeout)
+        return started and _NativeWork("all_gather", path.engine, started, source, result, {"dim": dim})
+    if result.nbytes > _MOST_JOINED_BYTES:
+        return None
+    ones = (1,) * dim
     source = tensor.contiguous().view(*ones, -1)
-    target = source.new_empty(*ones, path.engine.num_ranks * source.numel())
-    started = path.communicator.start_all_gather(source, target, dim, path.timeout)
-    finish = partial(_join_parts, shape=tensor.shape, dim=dim)
-    return started and _JoinedWork(finish, "all_gather", path.engine, started, source, target, {"dim": dim})
+    flat = result.new_empty(*ones, result.numel())
+    started = path.communicator.start_all_gather(source, flat, dim, path.timeout)
+    return started and _JoinedWork(result, shape, dim, path.engine, started, source, flat)
 
 
 @reported
@@ -113,13 +123,13 @@ def _start_reduce_scatter_along(tensor: torch.Tensor, op: Any, dim: int, path: A
     dim = _dim_of(tensor, dim)
     if number < 0 or dim < 0 or tensor.shape[dim] % num_ranks:
         return None
+    shape, size = tensor.shape, tensor.shape[dim] // num_ranks
     ones = (1,) * dim
-    source = _divide(tensor, dim, [tensor.shape[dim] // num_ranks] * num_ranks).view(*ones, -1)
-    target = source.new_empty(*ones, source.numel() // num_ranks)
+    source = _divide(tensor, dim, [size] * num_ranks).view(*ones, -1)
+    result = source.new_empty(*shape[:dim], size, *shape[dim + 1 :])
+    target = result.view(*ones, -1)
     started = path.communicator.start_reduce_scatter(source, target, number, dim, path.timeout)
-    finish = partial(_shape_part, shape=tensor.shape, dim=dim)
-    facts = {"op": op, "dim": dim}
-    return started and _JoinedWork(finish, "reduce_scatter", path.engine, started, source, target, facts)
+    return started and _NativeWork("reduce_scatter", path.engine, started, source, result, {"op": op, "dim": dim})
 
 
 @reported
@@ -148,7 +158,7 @@ def all_gather_along(
     return None if flat is None else _join_parts(flat, shape, dim, sizes)
 
 
-def _join_parts(flat: torch.Tensor, shape: torch.Size, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
+def _join_parts(flat: torch.Tensor, shape: torch.Size, dim: int, sizes: Sequence[int] | None) -> torch.Tensor:
     """Join parts that lie one after the other; ``shape`` is that of this rank's part."""
     row = math.prod(shape) // shape[dim]
     before, after = shape[:dim], shape[dim + 1 :]
@@ -156,13 +166,18 @@ def _join_parts(flat: torch.Tensor, shape: torch.Size, dim: int, sizes: Sequence
         return flat.resize_(*before, flat.numel() // row, *after)  # unlike a view a tensor of its own
     out = flat.new_empty(*before, flat.numel() // row, *after)
     if sizes is None or len(set(sizes)) == 1:
-        num_parts = flat.numel() // math.prod(shape)
-        out.view(*before, num_parts, shape[dim], *after).copy_(flat.view(num_parts, *shape).movedim(0, dim))
+        _copy_even_parts(out, flat, shape, dim)
     else:
-        parts = torch.split(flat.view(-1), [size * row for size in sizes])
+        parts = torch.split(flat, [size * row for size in sizes])
         for part, target in zip(parts, torch.split(out, list(sizes), dim), strict=True):
             target.copy_(part.view(target.shape))
     return out
+
+
+def _copy_even_parts(out: torch.Tensor, flat: torch.Tensor, shape: torch.Size, dim: int) -> None:
+    num_parts = flat.numel() // math.prod(shape)
+    parts = flat.view(num_parts, *shape).movedim(0, dim)
+    out.view(*shape[:dim], num_parts, *shape[dim:]).copy_(parts)
 
 
 @reported
@@ -184,7 +199,7 @@ def reduce_scatter_along(  # noqa: PLR0917 - the public signature
     row = tensor.numel() // shape[dim]
     source = _divide(tensor, dim, sizes)
     flat = compiled.fast_reduce_scatter_flat(source, op, [size * row for size in sizes], dim, group, timeout)
-    return None if flat is None else _shape_part(flat, shape, dim)
+    return None if flat is None else flat.resize_(*shape[:dim], flat.numel() // row, *shape[dim + 1 :])
 
 
 def _divide(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
@@ -193,12 +208,6 @@ def _divide(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tenso
         return tensor.contiguous()
     check_tensor(tensor)  # the engine checks the copy alone
     return flatten_parts(tensor, dim, sizes)
-
-
-def _shape_part(flat: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
-    """Give a part of a tensor of ``shape`` its shape."""
-    row = math.prod(shape) // shape[dim]
-    return flat.resize_(*shape[:dim], flat.numel() // row, *shape[dim + 1 :])
 
 
 def start_torch_call(function: Callable[..., Any], *arguments: Any, group: Backend) -> PendingCollective[Any] | None:
@@ -254,6 +263,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return is_dense and tensor.is_cpu and not tensor.requires_grad
 
 
+@not_compiled
 class _NativeWork(PendingCollective[Any]):
     """A collective that the compiled engine runs; keeps alive the tensors, whose addresses the engine has.
 
@@ -272,7 +282,7 @@ class _NativeWork(PendingCollective[Any]):
         super().__init__(op_name, engine.group_name)
         self._engine = engine
         self._started = started
-        self._tensor = tensor
+        self._tensor: torch.Tensor | None = tensor
         self._out = out
         self._facts = facts  # for errors: the call's other fields of a `CollectiveOp`
         self._has_result = False
@@ -295,27 +305,39 @@ class _NativeWork(PendingCollective[Any]):
             raise self._still_running(timeout or 0.0)
         if not self._has_result:
             self._has_result = True
+            self._tensor = None  # only errors needed it
             # The engine wrote raw memory: something may have saved it for a backward.
             if out is not None and not out.is_inference():
                 increment_version((out,))
         return out
 
 
+@not_compiled
 class _JoinedWork(_NativeWork):
-    """A collective whose output becomes the result at the first wait."""
+    """A started all_gather whose parts the first wait joins along a dim; ``shape`` is that of this rank's part."""
 
-    def __init__(self, finish: Callable[[torch.Tensor], torch.Tensor], *native_work: Any) -> None:
-        super().__init__(*native_work)
-        self._finish = finish
+    def __init__(  # noqa: PLR0917 - as `_NativeWork`
+        self,
+        result: torch.Tensor,
+        shape: torch.Size,
+        dim: int,
+        engine: Any,
+        started: Any,
+        tensor: torch.Tensor,
+        flat: torch.Tensor,
+    ) -> None:
+        super().__init__("all_gather", engine, started, tensor, flat, {"dim": dim})
+        self._result = result
+        self._shape, self._dim = shape, dim
         self._lock = threading.Lock()
-        self._result: torch.Tensor | None = None
 
     @override
-    def wait(self, timeout: float | None = None) -> torch.Tensor | None:
+    def wait(self, timeout: float | None = None) -> torch.Tensor:
         flat = super().wait(timeout)
-        with self._lock:
-            if self._result is None and flat is not None:
-                self._result = self._finish(flat)
+        with self._lock, writing_to(self._result):
+            if self._out is not None and flat is not None:
+                self._out = None
+                _copy_even_parts(self._result, flat, self._shape, self._dim)
         return self._result
 
 

@@ -63,6 +63,9 @@ def test_ranks_with_processors_of_their_own_have_smaller_segments():
         (counts("allreduce", 2, MIB, hosts=2), 2 * 8, 2 * MIB),  # in segments of 128 KiB, whole
         (counts("allreduce", 4, 64 * KIB, hosts=4), 2 * 4 * 3, 3 * 2 * 64 * KIB),  # chunks there, and results back
         (counts("allreduce", 8, 64 * KIB, hosts=4), 2 * 8 * 6 + 6 * 2, 6 * 64 * KIB),  # the chain of hosts
+        (counts("broadcast", 8, 64 * KIB, hosts=4), 8 * 6 + 2 * 3, 3 * 64 * KIB),
+        (counts("broadcast", 8, 2 * MIB, hosts=4), 2 * 8 * 6 + 4 * 2 * 3, 3 * 2 * MIB),  # all meet at the end, too
+        (counts("broadcast", 4, 64 * KIB, hosts=4), 4 * 3, 3 * 64 * KIB),  # from the root to each
     ],
 )
 def test_messages_and_bytes_between_hosts(work, messages, sent):

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from torch.utils import _python_dispatch
 
 import ferrodist as fd
 from ferrodist.backends.collective_op import CollectiveKind, CollectiveOp
@@ -683,3 +684,34 @@ def test_few_and_many_elements_meet(backend):
             fd.all_gather_uneven(torch.ones(1, dtype=torch.int32 if rank else torch.float32))
 
     run_ranks(program, 2, backend=backend)
+
+
+@pytest.mark.usefixtures("short_way_only")
+def test_a_mode_that_another_thread_had_does_not_close_the_fast_path(monkeypatch):
+    """torch's flag for modes stays True where those of several threads have overlapped."""
+    monkeypatch.setattr(_python_dispatch, "_is_in_torch_dispatch_mode", True)
+
+    def program(group):
+        group.barrier()  # opens the engine
+        assert torch.equal(fd.allreduce(torch.ones(3)), torch.full((3,), 2.0))
+
+    run_ranks(program, 2, backend="native-threads")
+
+
+def test_calls_in_a_mode_take_the_general_path():
+    """Of this thread: the mode sees the operators by which it prepares the tensors."""
+
+    class Watching(_python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            seen.append(str(function))
+            return function(*arguments, **keywords or {})
+
+    seen = []
+
+    def program(group):
+        group.barrier()
+        with Watching() if group.rank == 0 else contextlib.nullcontext():
+            assert torch.equal(fd.allreduce(torch.ones(3)), torch.full((3,), 2.0))
+
+    run_ranks(program, 2, backend="native-threads")
+    assert "aten.view.default" in seen, seen

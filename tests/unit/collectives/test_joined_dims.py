@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
+    from ferrodist.collectives.work import PendingCollective
 
 needs_native = pytest.mark.skipif(
     not is_native_available(), reason="this installation was built without the native engine"
@@ -138,6 +140,7 @@ def test_no_dim_takes_the_general_path(
 
     for module in modules:
         monkeypatch.setattr(module, "execute", refuse)
+        monkeypatch.setattr(module, "complete", refuse)
     monkeypatch.setattr(modules[0], "submit", refuse)
     run_ranks(program, num_ranks, backend="native-threads")
 
@@ -299,3 +302,87 @@ def test_wrong_dims_and_sizes() -> None:
         assert torch.equal(fd.allreduce(mine, group=group), mine * 2)
 
     run_ranks(program, 2, backend="native-threads" if is_native_available() else "simulated")
+
+
+_STARTED = {
+    "all_gather": (lambda tensor: fd.async_all_gather(tensor, 1), lambda tensor: torch.cat([tensor, tensor], 1)),
+    "reduce_scatter": (lambda tensor: fd.async_reduce_scatter(tensor, dim=1), lambda tensor: 2 * tensor[:, :2]),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("shape", [(1, 4), (3, 4)])
+@pytest.mark.parametrize("name", _STARTED)
+def test_results_are_those_of_the_mode_of_the_start(name: str, shape: tuple[int, int]) -> None:
+    """Whatever the mode of the waiting thread, and for every wait."""
+    start, expected = _STARTED[name]
+
+    def program(group: Backend) -> None:
+        group.barrier()
+        tensor = torch.ones(shape)
+        with torch.inference_mode():
+            started = start(tensor)
+        assert started.wait().is_inference()
+        assert torch.equal(started.wait(), expected(tensor))
+        started = start(tensor)
+        with torch.inference_mode():
+            result = started.wait()
+        assert not result.is_inference()
+        assert started.wait() is result
+        assert torch.equal(result, expected(tensor))
+        weight = torch.ones(1, requires_grad=True)
+        (result * weight).sum().backward()
+        assert weight.grad == expected(tensor).sum()
+
+    run_ranks(program, 2, backend="native-threads")
+
+
+@needs_native
+@pytest.mark.parametrize("name", _STARTED)
+def test_pending_calls_that_have_ended_keep_only_the_result(name: str) -> None:
+    """Inputs, copies and what the engine received are freed, while a program keeps the `PendingCollective`."""
+    start, _ = _STARTED[name]
+
+    def program(group: Backend) -> None:
+        group.barrier()
+        tensor = torch.ones(3, 4)
+        freed = weakref.ref(tensor)
+        started = start(tensor)
+        result = started.wait()
+        del tensor
+        assert freed() is None
+        held = [each for each in vars(started).values() if isinstance(each, torch.Tensor)]
+        assert all(each is result for each in held)
+
+    run_ranks(program, 2, backend="native-threads")
+
+
+@needs_native
+@pytest.mark.parametrize("start", [fd.async_allreduce, *(each for each, _ in _STARTED.values())])
+def test_started_calls_in_compiled_functions(start: Callable[[torch.Tensor], PendingCollective[torch.Tensor]]) -> None:
+    """By the general path, where the graph breaks."""
+
+    def program(group: Backend) -> None:
+        group.barrier()
+        tensor = torch.ones(2, 4)
+        call = torch.compile(lambda given: start(given * 2).wait(), backend="eager")
+        assert torch.equal(call(tensor), start(tensor * 2).wait())
+
+    run_ranks(program, 1, backend="native-threads")
+
+
+@needs_native
+def test_large_results_along_inner_dims() -> None:
+    """The general path joins and divides them; ranks that share sizes go on to it after that."""
+
+    def program(group: Backend) -> None:
+        mine = torch.arange(2_000_000.0).view(2, -1) + group.rank
+        joined = fd.all_gather_uneven(mine, 1)
+        assert torch.equal(joined, torch.cat([mine - group.rank, mine - group.rank + 1], 1))
+        assert torch.equal(fd.async_all_gather(mine, 1).wait(), joined)
+        found = fd.gather(mine, dim=1)
+        assert group.rank == 1 or torch.equal(found, joined)
+        whole = joined if group.rank == 0 else None
+        assert torch.equal(fd.scatter(whole, dim=1), mine)
+
+    run_ranks(program, 2, backend="native-threads")

@@ -45,7 +45,7 @@ class NativeEngine:
     def __init__(self, group: Backend, topology: HostTopology) -> None:
         # First, for it is destroyed first: that waits for its thread, which may use the attributes below.
         self.communicator: Any = None  # the compiled communicator, once it is open on all ranks
-        self._communicator: Any = None
+        self._opening: Any = None
         self._group = group
         self._topology = topology
         self._reserving = threading.Lock()
@@ -81,7 +81,7 @@ class NativeEngine:
             long_wait().timeout, partial(_warn_about_stragglers, group=self._group.name, rank=self._group.rank)
         )
         with self._reserving:
-            self._communicator = communicator
+            self._opening = communicator
             if self._action_when_open is not None:
                 self._action_when_open(communicator)
         try:
@@ -105,8 +105,8 @@ class NativeEngine:
     def _when_open(self, action: Callable[[Any], object]) -> None:
         """Call ``action`` with the communicator, now or once it is open; of several, the last one is called then."""
         with self._reserving:
-            if self._communicator is not None:
-                action(self._communicator)
+            if self._opening is not None:
+                action(self._opening)
             else:
                 self._action_when_open = action
 

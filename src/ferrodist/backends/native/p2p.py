@@ -187,7 +187,7 @@ class NativeP2P(GroupObserver):
             assert error is not None
             ended(error.fresh())
 
-        listener = load().listen(
+        listener = load().post_persistent_recv(
             self._engine, size_bytes, source, group_id, tag & LOW_64_BITS, _POSTED_RECEIVES, heard, end
         )
         error = self._control.refusal(tag, source)

@@ -19,7 +19,7 @@ def send_without_waiting(group: Backend, message: bytes, rank: int, tag: int) ->
     return None if group.try_send(message, rank, tag=tag) else group.isend(message, rank, tag=tag)
 
 
-def listen(
+def post_persistent_recvs(
     group: Backend,
     ranks: Iterable[int],
     on_messages: Callable[[int, list[bytes]], None],

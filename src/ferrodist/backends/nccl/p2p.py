@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ferrodist.backends.collective_op import dtype_name
-from ferrodist.backends.nccl.control_messages import listen, send_without_waiting
+from ferrodist.backends.nccl.control_messages import post_persistent_recvs, send_without_waiting
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
 from ferrodist.backends.verification import left_reason
@@ -287,7 +287,7 @@ class _Inbox:
         with self.changed:
             if self._listeners is None:
                 others = [rank for rank in range(group.world_size) if rank != group.rank]
-                self._listeners = listen(
+                self._listeners = post_persistent_recvs(
                     group, others, self._on_headers, self._on_end, tag=_TAG, size_bytes=_HEADER.size
                 )
 

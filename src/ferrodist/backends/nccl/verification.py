@@ -13,7 +13,7 @@ import struct
 import threading
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.nccl.control_messages import listen, send_without_waiting
+from ferrodist.backends.nccl.control_messages import post_persistent_recvs, send_without_waiting
 from ferrodist.backends.signature import RECORD_BYTES, CollectiveSignature, fingerprint_of
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.errors import (
@@ -55,7 +55,9 @@ class RingVerifier:
     def open(self, group: Backend) -> None:
         """Begin to listen to the previous rank."""
         if self._world_size > 1:
-            self._listeners = listen(group, [self._previous], self._on_messages, tag=_CALL_TAG, size_bytes=RECORD_BYTES)
+            self._listeners = post_persistent_recvs(
+                group, [self._previous], self._on_messages, tag=_CALL_TAG, size_bytes=RECORD_BYTES
+            )
 
     def send(self, group: Backend, call: CollectiveSignature) -> None:
         """Send a call to the next rank, and compare it with the previous rank's if that has come."""
@@ -140,7 +142,9 @@ class SplitSizeVerifier:
     def send(self, group: Backend, sequence: int, send_counts: Sequence[int], receive_counts: Sequence[int]) -> None:
         """Send this rank's counts, in rows, to all others, and compare them with theirs as these come."""
         if self._listeners is None:
-            self._listeners = listen(group, self._others, self._on_messages, tag=_COUNT_TAG, size_bytes=_MESSAGE.size)
+            self._listeners = post_persistent_recvs(
+                group, self._others, self._on_messages, tag=_COUNT_TAG, size_bytes=_MESSAGE.size
+            )
         for rank in self._others:
             send_without_waiting(
                 group, _MESSAGE.pack(sequence, send_counts[rank], receive_counts[rank]), rank, _COUNT_TAG

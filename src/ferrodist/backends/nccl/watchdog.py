@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.backends.lifecycle import ExitStage, close_at_exit
-from ferrodist.backends.nccl.control_messages import listen, send_without_waiting
+from ferrodist.backends.nccl.control_messages import post_persistent_recvs, send_without_waiting
 from ferrodist.backends.nccl.in_flight import NO_SEQUENCE, OpInfo
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.deadline import Deadline
@@ -48,7 +48,7 @@ class NcclProgressProbe:
     def open(self, group: Backend) -> None:
         """Begin to listen to the other ranks."""
         on_messages = partial(self._on_messages, weakref.ref(group))  # listeners must not keep a dropped group alive
-        self._listeners = listen(group, self._others, on_messages, tag=_TAG, size_bytes=_MESSAGE.size)
+        self._listeners = post_persistent_recvs(group, self._others, on_messages, tag=_TAG, size_bytes=_MESSAGE.size)
 
     def close(self) -> None:
         """Stop listening."""

@@ -207,9 +207,7 @@ class Losses:
         self.reduction = reduction
         self._num_microbatches = num_microbatches
         self.all_losses: list[float] = []  # those of the last step's microbatches, on every rank
-        self.start_gradients: dict[
-            int, list[torch.Tensor | None]
-        ] = {}  # each loss's weight, with which backward begins
+        self.start_gradients: dict[int, list[torch.Tensor | None]] = {}  # of backward: each loss's weight
         self._counts: dict[str, Sequence[int]] = {}
         self._own_losses: dict[int, float] = {}  # by microbatch, on the rank of the last stage
 
