@@ -103,6 +103,8 @@ def measure(libraries: dict[str, Library], size: int, form: str, num_rounds: int
         forms |= {name: form.removesuffix(", out=") for name in libraries if name.startswith("torch")}
     seconds = {name: library.measure(size, forms[name], LEAST_CALLS) for name, library in libraries.items()}
     names = [name for name in libraries if seconds[name] is not None]
+    if not names:
+        return seconds
     counts = [count_calls(libraries[name].measure(size, forms[name], count_calls(seconds[name]))) for name in names]
     num_calls = max(counts)  # the first calls of a batch are slow in all libraries
     found: dict[str, list[float]] = {name: [] for name in names}
@@ -129,6 +131,8 @@ def main() -> None:
                 if form.startswith("objects") and size != options.sizes[0]:
                     continue
                 seconds = measure(libraries, size, form, options.rounds)
+                if not any(seconds.values()):
+                    continue  # none of these libraries has it
                 mpis = [one for name in MPI_LIBRARIES if (one := seconds.get(name)) is not None]
                 own = seconds.get("ferrodist")
                 ratio = f"{own / min(mpis):.2f}" if own is not None and mpis else ""

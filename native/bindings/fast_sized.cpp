@@ -39,6 +39,8 @@ struct JoinedDim {
     std::size_t row;       // elements of all other dims
     std::size_t num_runs;  // elements of the dims before it
 
+    friend bool operator==(const JoinedDim&, const JoinedDim&) = default;
+
     // Nothing if `dim`, of which a negative one counts from the end, is not a dim of the shape.
     static std::optional<JoinedDim> of(std::span<const std::int64_t> shape, nb::handle dim) {
         const auto num_dims = static_cast<std::int64_t>(shape.size());
@@ -52,6 +54,11 @@ struct JoinedDim {
                 .size = static_cast<std::size_t>(shape[dim]),
                 .row = num_runs * num_elements(shape.subspan(dim + 1)),
                 .num_runs = num_runs};
+    }
+
+    // Whether a tensor is still like the one that this was made for.
+    [[nodiscard]] bool is_of(const TensorView& tensor) const {
+        return dim < tensor.shape.size() && at(tensor.shape, dim) == *this;
     }
 
     // The elements of parts that have so many rows.
@@ -142,7 +149,6 @@ void write_joined(const JoinedDim& along, const TensorView* out, std::span<const
 // all_gather_uneven, and gather to `root`; -1 is none.
 PyObject* concatenate(const OpenFastPath& path, const char* name, nb::handle tensor, nb::handle dim, nb::handle out,
                       int root) {
-    const auto own_rank = static_cast<std::size_t>(path.communicator->rank());
     const bool has_result = root < 0 || root == path.communicator->rank();
     const auto part = view_tensor(tensor.ptr());
     const auto along = part ? JoinedDim::of(part->shape, dim) : std::nullopt;
@@ -168,7 +174,8 @@ PyObject* concatenate(const OpenFastPath& path, const char* name, nb::handle ten
     if (!result.is_valid()) return parts->have_come ? nullptr : fail_after_share(path, name);
     const auto pair = view_pair(tensor, result);
     if (!pair || (has_result && !along->fits(pair->out, pair->source, total))) return as_list(payloads);
-    if (pair->source.count != parts->rows[own_rank] * along->row) return as_list(payloads);  // another thread's change
+    if (!along->is_of(pair->source) || static_cast<std::uint8_t>(pair->source.dtype) != own.dtype)
+        return as_list(payloads);  // another thread has changed the tensor
     const TensorView* const target = has_result ? &pair->out : nullptr;
     if (target != nullptr && along->is_large(target->count * size_of(target->dtype))) return as_list(payloads);
     const std::vector<std::size_t> counts = along->counts(parts->rows);
@@ -345,11 +352,17 @@ PyObject* fast_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
         copy_part(part->data, sent.substr(found->num_bytes()), counts, own_rank, size_of(part->dtype));
         return mark_written(result.ptr()) ? result.release().ptr() : nullptr;
     }
+    const std::byte* source = nullptr;
+    if (is_root) {
+        const auto whole = view_tensor(tensor.ptr());
+        if (!whole || static_cast<std::uint8_t>(whole->dtype) != found->dtype || !along.is_of(*whole))
+            return as_list(payloads);  // another thread has changed the tensor
+        source = elements->copy ? elements->copy.get() : whole->data;
+    }
     const std::size_t most = std::max(part->count * size_of(part->dtype), whole_bytes);
     return move_elements(rest.path(), "scatter", is_root ? tensor : nb::handle(nb::none()), result, most, counts,
                          "root", root, [&](Context& context, const Deadline& deadline) {
-                             scatter(context, part->data, elements ? elements->data : nullptr, counts, part->dtype,
-                                     root, deadline);
+                             scatter(context, part->data, source, counts, part->dtype, root, deadline);
                          });
 }
 

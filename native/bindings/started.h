@@ -15,7 +15,7 @@ namespace ferrodist {
 namespace nb = nanobind;
 
 // A started collective, with the tensors whose addresses the engine has. If it is destroyed before the collective has
-// ended, the engine retains them. All of this runs with the GIL: nothing can come in between.
+// ended, the engine retains them. All of this runs with the GIL, but for the wait itself: nothing can come in between.
 class Started {
 public:
     Started(Communicator& communicator, nb::handle tensor, nb::handle out)

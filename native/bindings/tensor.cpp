@@ -55,7 +55,7 @@ PyObject* increment_version = nullptr;
 PyObject* forward_mode = nullptr;   // dict of torch.autograd.forward_ad
 PyObject* current_level = nullptr;  // name of its level, which is not negative where tensors may have tangents
 PyObject* dispatch = nullptr;       // dict of torch.utils._python_dispatch
-PyObject* has_mode = nullptr;       // name of the flag that is True while some thread has a dispatch mode (tracing)
+PyObject* has_mode = nullptr;       // name of the flag that is True while this thread has a dispatch mode (tracing)
 PyObject* num_modes = nullptr;      // function of torch._C that counts this thread's dispatch modes
 
 // Whether a new reference is to a true value. An error counts as true: the general path reports it.
@@ -74,10 +74,12 @@ bool may_have_tangents() {
     return level != nullptr && PyLong_CheckExact(level) && PyLong_AsLong(level) >= 0;
 }
 
-// The flag is a cheap look. Modes of several threads restore it as they found it, so it may stay True for ever.
+// The flag is torch's, and one for all threads. Where modes of several have overlapped it may stay True: then the modes
+// are counted, which always would take 30 to 60 ns of each call. It may also be False too early for another thread that
+// is still in its mode; torch has the same trouble there.
 bool may_be_traced() {
     if (PyDict_GetItemWithError(dispatch, has_mode) != Py_True) return false;
-    PyObject* count = num_modes == nullptr ? nullptr : PyObject_CallNoArgs(num_modes);
+    PyObject* count = PyObject_CallNoArgs(num_modes);
     const bool is_none = count != nullptr && PyLong_CheckExact(count) && PyLong_AsLong(count) == 0;
     PyErr_Clear();
     Py_XDECREF(count);
@@ -195,7 +197,10 @@ bool load_tensor_interface(PyObject* plain, PyObject* parameter, PyObject* incre
     is_neg = method_of(plain, "is_neg");
     forward_mode = names_of("torch.autograd.forward_ad");
     dispatch = names_of("torch.utils._python_dispatch");
-    if (requires_grad == nullptr || is_neg == nullptr || forward_mode == nullptr || dispatch == nullptr) return false;
+    PyObject* names = names_of("torch._C");
+    num_modes = names == nullptr ? nullptr : Py_XNewRef(PyDict_GetItemString(names, "_len_torch_dispatch_stack"));
+    if (requires_grad == nullptr || is_neg == nullptr || forward_mode == nullptr) return false;
+    if (dispatch == nullptr || num_modes == nullptr) return false;
     interface = found;
     tensor_type = reinterpret_cast<PyTypeObject*>(plain);
     parameter_type = reinterpret_cast<PyTypeObject*>(parameter);
@@ -203,8 +208,6 @@ bool load_tensor_interface(PyObject* plain, PyObject* parameter, PyObject* incre
     increment_version = Py_NewRef(increment);
     current_level = PyUnicode_InternFromString("_current_level");
     has_mode = PyUnicode_InternFromString("_is_in_torch_dispatch_mode");
-    PyObject* names = names_of("torch._C");
-    num_modes = names == nullptr ? nullptr : Py_XNewRef(PyDict_GetItemString(names, "_len_torch_dispatch_stack"));
     return true;
 }
 

@@ -160,7 +160,6 @@ public:
         if (own_host < root_host) before_ = chain.next;
         if (own_host <= root_host) beyond_[0] = chain.previous;
         if (own_host >= root_host) beyond_[1] = chain.next;
-        has_readers_ = chain.num_local > 1 || beyond_[0] >= 0 || beyond_[1] >= 0;
     }
 
     void run(const Deadline& deadline) {
@@ -174,6 +173,9 @@ public:
             }
             fabric_.publish_host(&shm::RankFlags::done, base_ + k + 1);
         }
+        // A rank may leave the group after this. If it closed a connection with answers that it has not read, what it
+        // has sent there could be lost.
+        if (context_.rank == relay_) await_beyond(base_ + count, deadline);
         fabric_.count_segments(count);
         // Before the next collective ranks of other hosts wait for this only if all slots were used.
         if (count >= shm::num_slots) fabric_.publish_done(base_ + count);
@@ -187,15 +189,13 @@ private:
             fabric_.await_rank(before_, &shm::RankFlags::staged, number + 1, deadline);
             from = fabric_.slot(before_, number);
         }
-        if (has_readers_) {
-            await_own_slot(number, deadline);
-            const std::size_t size = segmentation_.size_bytes(k);
-            context_.into_shared.copy(fabric_.slot(context_.rank, number), from, size);
-            fabric_.publish_host(&shm::RankFlags::staged, number + 1);
-            for (const int r : beyond_)
-                if (r >= 0) fabric_.send_to(r, tcp::LinkFrameType::staged, number, {.size = size});
-            fabric_.write();
-        }
+        await_own_slot(number, deadline);
+        const std::size_t size = segmentation_.size_bytes(k);
+        context_.into_shared.copy(fabric_.slot(context_.rank, number), from, size);
+        fabric_.publish_host(&shm::RankFlags::staged, number + 1);
+        for (const int r : beyond_)
+            if (r >= 0) fabric_.send_to(r, tcp::LinkFrameType::staged, number, {.size = size});
+        fabric_.write();
         take(k, from);
         if (before_ >= 0) fabric_.send_done_to(before_, number + 1);
     }
@@ -205,6 +205,10 @@ private:
         if (fabric_.is_slot_free(number)) return;
         const std::uint64_t done = number - shm::num_slots + 1;
         fabric_.await_host(&shm::RankFlags::done, done, deadline);
+        await_beyond(done, deadline);
+    }
+
+    void await_beyond(std::uint64_t done, const Deadline& deadline) {
         for (const int r : beyond_)
             if (r >= 0) fabric_.await_rank(r, &shm::RankFlags::done, done, deadline);
     }
@@ -222,7 +226,6 @@ private:
     int relay_;                          // of this host
     int before_ = -1;                    // the relay of the host nearer to the root, or -1 on the root's
     std::array<int, 2> beyond_{-1, -1};  // those of the hosts farther from it, or -1
-    bool has_readers_ = false;           // whether any rank reads this rank's slots, if it is the relay
     std::uint64_t base_;
 };
 

@@ -21,7 +21,7 @@
 // [Note: chain of a broadcast]
 // On each host one rank, the one with the root's index on its host, relays: it receives each segment from the host
 // nearer to the root, puts it into its slot, from which the other ranks of its host read it, and sends it on to the host
-// beyond. So the tensor goes once from each host to the next; where the root sends it to every rank (`exchange`), it
+// beyond. So the tensor goes once from each host to the next, in both directions from the root's; where the root sends it to every rank (`exchange`), it
 // goes (p - L) times. And a segment takes h - 1 messages and as many answers, where in `exchange` each rank tells every
 // rank of other hosts that it has nothing to send. A relay's answer (`done`) says that a segment has left the slots of
 // the rank before.

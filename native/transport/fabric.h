@@ -123,7 +123,7 @@ public:
 
     // Waits until `flag` of every rank is at least `value`.
     void await(shm::Flag shm::RankFlags::* flag, std::uint64_t value, const Deadline& deadline);
-    // The same for the ranks of this host alone, and for one rank of another host.
+    // The same for the ranks of this host alone, and for one rank of any host.
     void publish_host(shm::Flag shm::RankFlags::* flag, std::uint64_t value) { memory_->publish(own().*flag, value); }
     void await_host(shm::Flag shm::RankFlags::* flag, std::uint64_t value, const Deadline& deadline);
     void await_rank(int r, shm::Flag shm::RankFlags::* flag, std::uint64_t value, const Deadline& deadline);

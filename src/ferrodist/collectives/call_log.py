@@ -67,7 +67,7 @@ def reported(function: Callable[..., Any]) -> Callable[..., Any]:
         report(function.__name__, (*arguments, *options.values()), result)
         return result
 
-    return call
+    return outside_of_compiler(call)
 
 
 _SHARING = {"fast_all_gather_uneven", "fast_gather", "fast_scatter", "fast_gather_object", "fast_object_from_root"}

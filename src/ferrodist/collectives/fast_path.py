@@ -329,15 +329,15 @@ class _JoinedWork(_NativeWork):
         super().__init__("all_gather", engine, started, tensor, flat, {"dim": dim})
         self._result = result
         self._shape, self._dim = shape, dim
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may wait, too
 
     @override
     def wait(self, timeout: float | None = None) -> torch.Tensor:
         flat = super().wait(timeout)
         with self._lock, writing_to(self._result):
             if self._out is not None and flat is not None:
-                self._out = None
                 _copy_even_parts(self._result, flat, self._shape, self._dim)
+                self._out = None
         return self._result
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
+import threading
+import time
 import weakref
 from typing import TYPE_CHECKING
 
@@ -360,7 +363,7 @@ def test_pending_calls_that_have_ended_keep_only_the_result(name: str) -> None:
 @needs_native
 @pytest.mark.parametrize("start", [fd.async_allreduce, *(each for each, _ in _STARTED.values())])
 def test_started_calls_in_compiled_functions(start: Callable[[torch.Tensor], PendingCollective[torch.Tensor]]) -> None:
-    """By the general path, where the graph breaks."""
+    """The graph breaks there."""
 
     def program(group: Backend) -> None:
         group.barrier()
@@ -384,5 +387,30 @@ def test_large_results_along_inner_dims() -> None:
         assert group.rank == 1 or torch.equal(found, joined)
         whole = joined if group.rank == 0 else None
         assert torch.equal(fd.scatter(whole, dim=1), mine)
+
+    run_ranks(program, 2, backend="native-threads")
+
+
+@needs_native
+@pytest.mark.parametrize(("shape", "other"), [((2, 32), (1, 64)), ((2, 250_000), (1, 500_000)), ((2, 64), (2, 8))])
+@pytest.mark.parametrize("name", ["all_gather_uneven", "gather", "scatter"])
+def test_a_tensor_that_another_thread_changes(name: str, shape: tuple[int, int], other: tuple[int, int]) -> None:
+    """Between the sizes and the elements; with the elements that come is what the other ranks have, or an error."""
+    calls = {
+        "all_gather_uneven": lambda tensor, _: fd.all_gather_uneven(tensor, 1),
+        "gather": lambda tensor, _: fd.gather(tensor, dim=1),
+        "scatter": lambda tensor, rank: fd.scatter(tensor if rank == 0 else None, dim=1, timeout=5),
+    }
+
+    def program(group: Backend) -> None:
+        group.barrier()
+        tensor = torch.ones(shape)
+        if group.rank == 0:
+            timer = threading.Timer(0.3, lambda: setattr(tensor, "data", torch.ones(other)))
+            timer.start()
+        else:
+            time.sleep(0.6)
+        with contextlib.suppress(fd.DistributedError, RuntimeError, ValueError):
+            calls[name](tensor, group.rank)
 
     run_ranks(program, 2, backend="native-threads")
