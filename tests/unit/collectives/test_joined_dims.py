@@ -371,7 +371,7 @@ def test_started_calls_in_compiled_functions(start: Callable[[torch.Tensor], Pen
         call = torch.compile(lambda given: start(given * 2).wait(), backend="eager")
         assert torch.equal(call(tensor), start(tensor * 2).wait())
 
-    run_ranks(program, 1, backend="native-threads")
+    run_ranks(program, 1, backend="native")  # torch 2.10 crashes where a thread compiles
 
 
 @needs_native
