@@ -55,7 +55,7 @@ PyObject* increment_version = nullptr;
 PyObject* forward_mode = nullptr;   // dict of torch.autograd.forward_ad
 PyObject* current_level = nullptr;  // name of its level, which is not negative where tensors may have tangents
 PyObject* dispatch = nullptr;       // dict of torch.utils._python_dispatch
-PyObject* has_mode = nullptr;       // name of the flag that is True while this thread has a dispatch mode (tracing)
+PyObject* has_mode = nullptr;       // name of torch's flag for dispatch modes (tracing)
 PyObject* num_modes = nullptr;      // function of torch._C that counts this thread's dispatch modes
 
 // Whether a new reference is to a true value. An error counts as true: the general path reports it.
