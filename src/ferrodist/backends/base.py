@@ -406,11 +406,12 @@ class Backend(ABC):
         """Post a persistent receive: of every message from a rank with a tag, for as long as the group lasts.
 
         Args:
-            src: The sending rank; ``tag`` is as in `recv`.
+            src: The sending rank.
             size_bytes: The size of every message.
             heard: Called with messages in the order of sending, in any thread, but never in two at a time; must not
-                block or raise. If a signal handler raises in it, it is called again with what is left in its list.
+                block or raise. If a signal handler raises in it, it is called again with what is left; then the thread raises.
             ended: Called with the reason why no more messages come.
+            tag: As in `recv`.
         """
         return PostedPersistentRecv(lambda buffer: self.irecv(buffer, src, tag=tag), size_bytes, heard, ended)
 
