@@ -409,7 +409,8 @@ class Backend(ABC):
             src: The sending rank.
             size_bytes: The size of every message.
             heard: Called with messages in the order of sending, in any thread, but never in two at a time; must not
-                block or raise. If a signal handler raises in it, it is called again with what is left; then the thread raises.
+                block or raise. If a signal handler raises in it, it is called again with what is left, and then the
+                thread raises.
             ended: Called with the reason why no more messages come.
             tag: As in `recv`.
         """
