@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ferrodist.torch_backend.c10d_ops import use_c10d_kernels as use_c10d_kernels
-    from ferrodist.torch_backend.process_group import group_of as group_of
     from ferrodist.torch_backend.registration import register as register
+    from ferrodist.torch_backend.registration_impl import group_of as group_of
 
 __all__ = ["group_of", "register", "use_c10d_kernels"]
 
 # Loaded when first used: torch's import can do without the first two.
-_MODULES = {"group_of": "process_group", "use_c10d_kernels": "c10d_ops", "register": "registration"}
+_MODULES = {"group_of": "registration_impl", "use_c10d_kernels": "c10d_ops", "register": "registration"}
 
 
 if not TYPE_CHECKING:  # type checkers report unknown names

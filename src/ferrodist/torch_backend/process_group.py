@@ -18,7 +18,7 @@ from ferrodist.backends.process_group import abort_on_unhandled_exception
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.collectives.arguments import check_root
 from ferrodist.collectives.fast_path import start_torch_call
-from ferrodist.errors import InvalidRankError, UnsupportedOpError
+from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_backend import general_calls
 from ferrodist.torch_backend.argument_forms import accept_options, only_member, plain_reduction, reduction
 from ferrodist.torch_backend.buffer_pool import BufferPool
@@ -173,46 +173,47 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         abort_on_unhandled_exception(self.group)
         self.shutdown()
 
-    # Collectives. They try the compiled fast path first, if they have the default timeout: torch's unset timeout is
-    # -1 ms, whose days are negative.
+    # Collectives. They try a function of native/bindings/fast_torch.cpp first, if they have the default timeout.
 
-    def _run_fast(
+    def _blocking_group(self, opts: Any) -> Backend | None:
+        """The group of a call that can take the fast path and waits for its end, else None."""
+        # torch's unset timeout is -1 ms, whose days are negative.
+        return None if opts.asyncOp or opts.timeout.days >= 0 else self._levels.current().group
+
+    def _execute(
         self,
         opts: Any,
         results: list[Any],
         fast: tuple[Any, ...] | None,
         general: Callable[[], CheckedCall | list[CheckedCall]],
     ) -> FerrodistWork:
-        """Make or start a call.
+        """Start a call on the fast path, or make or start it on the general path.
 
         Args:
             opts: torch's options.
             results: The results of the work of a started call.
-            fast: A function of native/bindings/fast_torch.cpp and its arguments, or None if the call has none.
+            fast: The compiled function and its arguments, or None if the call has none.
             general: Checks the arguments and prepares the call for the general path.
         """
-        if fast is not None and opts.timeout.days < 0:
+        if fast is not None and opts.asyncOp and opts.timeout.days < 0:
             level = self._levels.current()  # of this thread's depth of callbacks; [Note: callbacks] in `futures.py`
-            function, *arguments = fast
-            if not opts.asyncOp:
-                if function(*arguments, level.group, _IS_BLOCKING):
-                    return self._done
-            else:
-                started = start_torch_call(function, *arguments, group=level.group)
-                if started is not None:
-                    return self._returned(level.work_of(started, results))
+            started = start_torch_call(*fast, group=level.group)
+            if started is not None:
+                return self._returned(level.work_of(started, results))
         calls = general()
         return self._run_all(calls, opts) if isinstance(calls, list) else self._run(calls, opts)
 
     @accept_options(dist.AllreduceOptions, 1, "op", in_lists=True)
     def allreduce(self, tensors: Tensors, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks, in place."""
-        tensor = only_member(tensors, "allreduce")
+        tensor, op = only_member(tensors, "allreduce"), plain_reduction(opts.reduceOp)
+        group = None if op is None else self._blocking_group(opts)
+        if group is not None and compiled.fast_torch_allreduce(tensor, op, group, _IS_BLOCKING):
+            return self._done
         if tensor.layout is not torch.strided:
             return self._run_all(sparse_allreduce(self.group, tensor, reduction(opts.reduceOp)), opts)
-        op = plain_reduction(opts.reduceOp)
         fast = None if op is None else (compiled.fast_torch_allreduce, tensor, op)
-        return self._run_fast(opts, [tensor], fast, lambda: general_calls.allreduce(tensor, reduction(opts.reduceOp)))
+        return self._execute(opts, [tensor], fast, lambda: general_calls.allreduce(tensor, reduction(opts.reduceOp)))
 
     @accept_options(dist.AllreduceCoalescedOptions, 1)
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> FerrodistWork:
@@ -223,16 +224,22 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Tensors, opts: Any) -> FerrodistWork:
         """Copy the root's tensor to every rank."""
         tensor, root = only_member(tensors, "broadcast"), check_root(self.group, opts.rootRank, "root")
+        group = self._blocking_group(opts)
+        if group is not None and compiled.fast_torch_broadcast(tensor, root, group, _IS_BLOCKING):
+            return self._done
         fast = (compiled.fast_torch_broadcast, tensor, root)
-        return self._run_fast(opts, [tensor], fast, lambda: general_calls.broadcast(self.group, tensor, root))
+        return self._execute(opts, [tensor], fast, lambda: general_calls.broadcast(self.group, tensor, root))
 
     @accept_options(dist.ReduceOptions, 1, "root", "op", in_lists=True)
     def reduce(self, tensors: Tensors, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks into the root's."""
         tensor, root = only_member(tensors, "reduce"), check_root(self.group, opts.rootRank, "root")
         op = plain_reduction(opts.reduceOp)
+        group = None if op is None else self._blocking_group(opts)
+        if group is not None and compiled.fast_torch_reduce(tensor, root, op, group, _IS_BLOCKING):
+            return self._done
         fast = None if op is None else (compiled.fast_torch_reduce, tensor, root, op)
-        return self._run_fast(
+        return self._execute(
             opts, [tensor], fast, lambda: general_calls.reduce(self.group, tensor, root, reduction(opts.reduceOp))
         )
 
@@ -240,8 +247,11 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def allgather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> FerrodistWork:
         """Gather tensors, whose sizes may differ, on every rank."""
         outputs, tensor = only_member(output_tensors, "allgather"), only_member(input_tensors, "allgather")
+        group = self._blocking_group(opts)
+        if group is not None and compiled.fast_torch_all_gather(outputs, tensor, group, _IS_BLOCKING):
+            return self._done
         fast = (compiled.fast_torch_all_gather, outputs, tensor)
-        return self._run_fast(opts, [outputs], fast, lambda: general_calls.all_gather(self.group, outputs, tensor))
+        return self._execute(opts, [outputs], fast, lambda: general_calls.all_gather(self.group, outputs, tensor))
 
     @accept_options(AllgatherOptions, 2)
     def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any) -> FerrodistWork:
@@ -255,8 +265,11 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @accept_options(AllgatherOptions, 2)
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Gather tensors into one on every rank."""
+        group = self._blocking_group(opts)
+        if group is not None and compiled.fast_torch_all_gather(output, tensor, group, _IS_BLOCKING):
+            return self._done
         fast = (compiled.fast_torch_all_gather, output, tensor)
-        return self._run_fast(opts, [output], fast, lambda: general_calls.all_gather_single(self.group, output, tensor))
+        return self._execute(opts, [output], fast, lambda: general_calls.all_gather_single(self.group, output, tensor))
 
     @accept_options(AllgatherOptions, 2)
     def all_gather_single_coalesced(self, output_lists: Tensors, input_list: Tensors, opts: Any) -> FerrodistWork:
@@ -280,8 +293,11 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self, outputs: Tensors | torch.Tensor | None, tensor: torch.Tensor, root: int, opts: Any
     ) -> FerrodistWork:
         results = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs or [])
+        group = self._blocking_group(opts)
+        if group is not None and compiled.fast_torch_gather(outputs, tensor, root, group, _IS_BLOCKING):
+            return self._done
         fast = (compiled.fast_torch_gather, outputs, tensor, root)
-        return self._run_fast(opts, results, fast, lambda: general_calls.gather(self.group, outputs, tensor, root))
+        return self._execute(opts, results, fast, lambda: general_calls.gather(self.group, outputs, tensor, root))
 
     @accept_options(dist.ScatterOptions, 2, "root")
     def scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
@@ -292,8 +308,11 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def _scatter(
         self, output: torch.Tensor, inputs: Tensors | torch.Tensor | None, root: int, opts: Any
     ) -> FerrodistWork:
+        group = self._blocking_group(opts)
+        if group is not None and compiled.fast_torch_scatter(output, inputs, root, group, _IS_BLOCKING):
+            return self._done
         fast = (compiled.fast_torch_scatter, output, inputs, root)
-        return self._run_fast(opts, [output], fast, lambda: general_calls.scatter(self.group, output, inputs, root))
+        return self._execute(opts, [output], fast, lambda: general_calls.scatter(self.group, output, inputs, root))
 
     @accept_options(dist.ScatterOptions, 2, "root", in_lists=True)
     def scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> FerrodistWork:
@@ -317,8 +336,11 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self, general: Callable[..., Any], output: torch.Tensor, inputs: Tensors | torch.Tensor, opts: Any
     ) -> FerrodistWork:
         op = plain_reduction(opts.reduceOp)
+        group = None if op is None else self._blocking_group(opts)
+        if group is not None and compiled.fast_torch_reduce_scatter(output, inputs, op, group, _IS_BLOCKING):
+            return self._done
         fast = None if op is None else (compiled.fast_torch_reduce_scatter, output, inputs, op)
-        return self._run_fast(
+        return self._execute(
             opts, [output], fast, lambda: general(self.group, output, inputs, reduction(opts.reduceOp))
         )
 
@@ -337,27 +359,28 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         opts: Any,
     ) -> FerrodistWork:
         """Send rows of a tensor to each rank, and receive rows from each."""
-        tensors = output_tensor, input_tensor, output_split_sizes, input_split_sizes
-        fast = (compiled.fast_torch_all_to_all_single, *tensors)
-        return self._run_fast(
-            opts, [output_tensor], fast, lambda: general_calls.all_to_all_single(self.group, *tensors)
-        )
+        given = output_tensor, input_tensor, output_split_sizes, input_split_sizes
+        group = self._blocking_group(opts)
+        if group is not None and compiled.fast_torch_all_to_all_single(*given, group, _IS_BLOCKING):
+            return self._done
+        fast = (compiled.fast_torch_all_to_all_single, *given)
+        return self._execute(opts, [output_tensor], fast, lambda: general_calls.all_to_all_single(self.group, *given))
 
     @accept_options(dist.AllToAllOptions, 2)
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any) -> FerrodistWork:
         """Send a tensor to each rank, and receive one from each."""
-        fast = (compiled.fast_torch_all_to_all, output_tensors, input_tensors)
-        return self._run_fast(
-            opts,
-            list(output_tensors),
-            fast,
-            lambda: general_calls.all_to_all(self.group, output_tensors, input_tensors),
-        )
+        given = output_tensors, input_tensors
+        group = self._blocking_group(opts)
+        if group is not None and compiled.fast_torch_all_to_all(*given, group, _IS_BLOCKING):
+            return self._done
+        fast = (compiled.fast_torch_all_to_all, *given)
+        return self._execute(opts, list(output_tensors), fast, lambda: general_calls.all_to_all(self.group, *given))
 
     @accept_options(dist.BarrierOptions, 0)
     def barrier(self, opts: Any) -> FerrodistWork:
         """Wait for all ranks."""
-        if not opts.asyncOp and opts.timeout.days < 0 and compiled.fast_barrier(self._levels.current().group):
+        group = self._blocking_group(opts)
+        if group is not None and compiled.fast_barrier(group):
             return self._done
         return self._run(general_calls.barrier(), opts)
 
@@ -474,24 +497,3 @@ _CALLED_BY_PYTHON = {"_allgather_base", "_reduce_scatter_base", "gather_into_ten
 for _name, _legacy_name in LEGACY_NAMES.items():
     if _legacy_name in _CALLED_BY_PYTHON or not hasattr(dist.ProcessGroup, _name):
         setattr(FerrodistProcessGroup, _legacy_name, getattr(FerrodistProcessGroup, _name))
-
-
-def group_of(process_group: dist.ProcessGroup | None = None) -> Backend:
-    """The group of ferrodist behind a process group of torch, for `ferrodist`'s own functions.
-
-    Args:
-        process_group: torch's process group; None is its default group.
-
-    Raises:
-        TypeError: The process group is another backend's, or there is no default group.
-        InvalidRankError: The process group is what torch returns on ranks that are not members.
-    """
-    chosen = dist.group.WORLD if process_group is None else process_group
-    if chosen is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap] # as torch returns it
-        raise InvalidRankError(
-            f"rank {dist.get_rank()} is not in this group of torch's: only members make its calls; ask"
-            " `group is not torch.distributed.GroupMember.NON_GROUP_MEMBER` first"
-        )
-    if not isinstance(chosen, FerrodistProcessGroup):
-        raise TypeError(f"{chosen!r} is no group of ferrodist's: make it with init_process_group('ferrodist')")
-    return chosen.group

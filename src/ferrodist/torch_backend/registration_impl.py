@@ -1,4 +1,4 @@
-"""Makes a group of ferrodist for torch's `init_process_group` and `new_group`."""
+"""Groups of ferrodist as groups of torch: made for `init_process_group` and `new_group`, and found again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ferrodist.backends.native.backend import open_host_group
 from ferrodist.backends.process_group import use_torch_default
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.deadline import Deadline
+from ferrodist.errors import InvalidRankError
 from ferrodist.rendezvous import PrefixStore, rendezvous_in
 from ferrodist.torch_backend.process_group import FerrodistProcessGroup
 from ferrodist.torch_backend.torch_store import TorchStore, make_private, server_of
@@ -69,3 +70,24 @@ def _rendezvous(options: Any, seconds: float) -> tuple[Backend, Callable[[], Non
     except BaseException:
         membership.close()
         raise
+
+
+def group_of(process_group: dist.ProcessGroup | None = None) -> Backend:
+    """The group of ferrodist behind a process group of torch, for `ferrodist`'s own functions.
+
+    Args:
+        process_group: torch's process group; None is its default group.
+
+    Raises:
+        TypeError: The process group is another backend's, or there is no default group.
+        InvalidRankError: The process group is what torch returns on ranks that are not members.
+    """
+    chosen = dist.group.WORLD if process_group is None else process_group
+    if chosen is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap] # as torch returns it
+        raise InvalidRankError(
+            f"rank {dist.get_rank()} is not in this group of torch's: only members make its calls; ask"
+            " `group is not torch.distributed.GroupMember.NON_GROUP_MEMBER` first"
+        )
+    if not isinstance(chosen, FerrodistProcessGroup):
+        raise TypeError(f"{chosen!r} is no group of ferrodist's: make it with init_process_group('ferrodist')")
+    return chosen.group

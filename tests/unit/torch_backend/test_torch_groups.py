@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from ferrodist.errors import DistributedError, DistributedTimeoutError, InvalidRankError
 from ferrodist.testing import run_ranks
-from ferrodist.torch_backend.process_group import FerrodistProcessGroup, group_of
+from ferrodist.torch_backend.process_group import FerrodistProcessGroup
+from ferrodist.torch_backend.registration_impl import group_of
 
 LIMIT = timedelta(seconds=20)
 
