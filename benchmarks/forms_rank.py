@@ -68,7 +68,7 @@ def expected(form: str, at: Sizes) -> Any:
         "send, recv": lambda: values(1 - at.rank, at.total) if at.rank < 2 else None,
     }
     name, _, variant = form.partition(", ")
-    return results[form if variant in ("uneven", "recv") else name]()
+    return results[f"{name}, {kind}" if (kind := variant.partition(", ")[0]) in ("uneven", "recv") else name]()
 
 
 Call = Any  # a function without arguments that returns what the form gives on this rank
@@ -115,6 +115,7 @@ class Ferrodist:
         parts = list(tensor(values(rank, at.total)).split(at.part))
         targets = list(tensor(np.empty(at.total, np.float32)).split(at.part))
         source_of_sent = tensor(values(rank, sum(at.sent)))
+        received, joined = (tensor(np.empty(sum(each), np.float32)) for each in (at.received, at.uneven))
         root_out = target if rank == 0 else None
         data = whole if rank == 0 else target
 
@@ -128,6 +129,7 @@ class Ferrodist:
             "allreduce, timeout=": lambda: fd.allreduce(whole, timeout=60.0),
             "allreduce, sub-group": lambda: fd.allreduce(whole, group=self._part),
             "allreduce, started": lambda: fd.async_allreduce(whole).wait(),
+            "allreduce, started, out=": lambda: fd.async_allreduce(whole, out=target).wait(),
             "reduce": lambda: fd.reduce(whole, 0),
             "reduce, out=": lambda: fd.reduce(whole, 0, out=root_out),
             "broadcast": lambda: fd.broadcast(whole, 0),
@@ -136,7 +138,9 @@ class Ferrodist:
             "all_gather": lambda: fd.all_gather(part),
             "all_gather, out=": lambda: fd.all_gather(part, out=target),
             "all_gather, started": lambda: fd.async_all_gather(part).wait(),
+            "all_gather, started, out=": lambda: fd.async_all_gather(part, out=target).wait(),
             "all_gather, uneven": lambda: fd.all_gather_uneven(uneven),
+            "all_gather, uneven, out=": lambda: fd.all_gather_uneven(uneven, out=joined),
             "gather": lambda: fd.gather(part),
             "gather, out=": lambda: fd.gather(part, out=root_out),
             "scatter": lambda: fd.scatter(whole if rank == 0 else None),
@@ -148,6 +152,9 @@ class Ferrodist:
             "all_to_all, list": lambda: fd.all_to_all(parts),
             "all_to_all, list, out=": lambda: fd.all_to_all(parts, out=targets),
             "all_to_all, uneven": lambda: fd.all_to_all_single_uneven(source_of_sent, at.sent, at.received),
+            "all_to_all, uneven, out=": lambda: fd.all_to_all_single_uneven(
+                source_of_sent, at.sent, at.received, out=received
+            ),
             "sendrecv": lambda: fd.sendrecv(whole, right, None, left),
             "sendrecv, out=": lambda: fd.sendrecv(whole, right, None, left, out=target),
             "batch": batch,
@@ -185,9 +192,12 @@ class Mpi:
 
             return run
 
-        def started() -> Any:
-            world.Iallreduce(whole, target).Wait()
-            return target
+        def started(call: Callable[..., Any], source: Any) -> Call:
+            def run() -> Any:
+                call(source, target).Wait()
+                return target
+
+            return run
 
         def sendrecv() -> Any:
             world.Sendrecv(whole, right, recvbuf=target, source=left)
@@ -199,10 +209,11 @@ class Mpi:
 
         return {
             "allreduce": returning(target, world.Allreduce, whole, target),
-            "allreduce, started": started,
+            "allreduce, started": started(world.Iallreduce, whole),
             "reduce": returning(at_root, world.Reduce, whole, at_root),
             "broadcast": returning(copy, world.Bcast, copy),
             "all_gather": returning(target, world.Allgather, part, target),
+            "all_gather, started": started(world.Iallgather, part),
             "all_gather, uneven": returning(gathered, world.Allgatherv, uneven, (gathered, at.uneven)),
             "gather": returning(at_root, world.Gather, part, at_root),
             "scatter": returning(small, world.Scatter, whole if rank == 0 else None, small),
