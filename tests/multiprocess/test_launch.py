@@ -25,6 +25,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.launch import LaunchSpec, ProgramKind, _rank_entry, launch, worker_group
 from ferrodist.launch import launcher as run_module
 from ferrodist.launch.cpu_binding import BindPolicy, bind_ranks, describe_binding
+from ferrodist.launch.signals import STOP_SIGNALS
 from ferrodist.launch.spec import MpiLauncher
 from ferrodist.launch.worker_group import RankProcess, Sinks, WorkerGroup
 
@@ -494,6 +495,7 @@ class ScriptedInbox:
         os.mkfifo(path)
         self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         self._signals = list(signals)
+        self.stop_signals = STOP_SIGNALS
 
     def fileno(self) -> int:
         return self._descriptor

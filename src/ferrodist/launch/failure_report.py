@@ -9,6 +9,7 @@ from ferrodist.launch.signals import signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from ferrodist.launch.process_watch import RankExit
     from ferrodist.launch.worker_group import GroupOutcome
@@ -39,8 +40,10 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f"rank {text}" if single else f"ranks {text}"
 
 
-def failure_report(outcome: GroupOutcome, *, host: str, attempt: int, max_attempts: int) -> str:
-    """Return the report on the first failure of an attempt, ending in a newline."""
+def failure_report(
+    outcome: GroupOutcome, *, host: str, attempt: int, max_attempts: int, logs: Path | None = None
+) -> str:
+    """Return the report on the first failure of an attempt, ending in a newline; ``logs`` has the rank's log files."""
     first = outcome.first_failure
     assert first is not None
     which = f", attempt {attempt} of {max_attempts}" if max_attempts > 1 else ""
@@ -52,6 +55,8 @@ def failure_report(outcome: GroupOutcome, *, host: str, attempt: int, max_attemp
     if outcome.tail:
         lines.append("  the end of its stderr:")
         lines += [f"  | {_clip(line)}" for line in outcome.tail]
+    if logs is not None:
+        lines.append(f"  its logs: {logs}")
     if first.is_secondary:
         lines.append("  it failed because of a rank that did not fail here, or had not ended")
         clean_exits = [exit_ for exit_ in outcome.exits[: outcome.exits.index(first)] if exit_.code == 0]

@@ -16,6 +16,7 @@ from ferrodist.launch.host_limits import usable_cores
 from ferrodist.launch.mpiexec import run_mpiexec
 from ferrodist.launch.pmi_server import PmiServer
 from ferrodist.launch.rank_environment import LOOPBACK, Attempt, rank_environment, reserved_port, with_stack_dumps
+from ferrodist.launch.rank_logs import JobLogs, Streams
 from ferrodist.launch.signals import SignalInbox
 from ferrodist.launch.spec import LaunchSpec, MpiLauncher
 from ferrodist.launch.terminal import print_warning
@@ -25,6 +26,7 @@ from ferrodist.resource_limits import naming_limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 _STDOUT, _STDERR = 1, 2
 
@@ -56,16 +58,21 @@ def launch(spec: LaunchSpec) -> int:
     bound = bind_ranks(spec.bind, spec.nproc_per_node)
     if spec.bind is not BindPolicy.NONE:
         print_warning(f"ferrodist: --bind {spec.bind.value}: {describe_binding(bound, spec.global_rank(0))}\n")
-    with _sinks(spec) as sinks, SignalInbox() as inbox:
+    logs = JobLogs(spec.logs, run_id)
+    if logs.folder is not None:
+        print_warning(f"ferrodist: logs are in {logs.folder}\n")
+    with _sinks(spec) as sinks, SignalInbox(spec.stop_signals) as inbox:
         for restart_count in range(max_attempts):
             with contextlib.nullcontext(spec.master_port) if spec.master_port else reserved_port() as port:
                 address = spec.master_addr or LOOPBACK
                 attempt = Attempt(
                     master_addr=address, master_port=port, run_id=run_id, secret=secret, restart_count=restart_count
                 )
-                outcome = _run_attempt(spec, attempt, bound, inbox, sinks)
+                outcome = _run_attempt(spec, attempt, bound, inbox=inbox, sinks=sinks, logs=logs)
             restarts = outcome.first_failure is not None and outcome.stopped_by is None
-            _report(outcome, restart_count + 1, max_attempts)
+            failed = outcome.first_failure
+            folder = None if failed is None else logs.folder_of(restart_count, failed.rank - spec.global_rank(0))
+            _report(outcome, restart_count + 1, max_attempts, folder)
             if not restarts:
                 break
     if outcome.output_error is not None:
@@ -75,13 +82,20 @@ def launch(spec: LaunchSpec) -> int:
 
 
 def _run_attempt(
-    spec: LaunchSpec, attempt: Attempt, bound: Sequence[frozenset[int]], inbox: SignalInbox, sinks: Sinks
+    spec: LaunchSpec,
+    attempt: Attempt,
+    bound: Sequence[frozenset[int]],
+    *,
+    inbox: SignalInbox,
+    sinks: Sinks,
+    logs: JobLogs,
 ) -> GroupOutcome:
     cores = usable_cores()
     command = spec.command()
     with naming_limits("the ranks could not be started", kind=RankFailedError):
         server = PmiServer(spec.world_size) if spec.mpi is MpiLauncher.PMI else contextlib.nullcontext()
-    with server as pmi:
+        files = logs.attempt(attempt.restart_count, spec.nproc_per_node)
+    with server as pmi, files:
         ranks = (
             RankProcess(
                 rank=spec.global_rank(local_rank),
@@ -96,10 +110,14 @@ def _run_attempt(
                         cpus=bound[local_rank],
                     ),
                     **(pmi.environment(local_rank) if pmi is not None else {}),
+                    **files.environment(local_rank),
                 },
                 owns_stdin=local_rank == 0,
                 descriptors=(pmi.descriptor(local_rank),) if pmi is not None else (),
                 cpus=bound[local_rank],
+                prefix=spec.logs.prefix_of(spec.global_rank(local_rank), local_rank, spec.role),
+                stdout=files.output(local_rank, Streams.STDOUT),
+                stderr=files.output(local_rank, Streams.STDERR),
             )
             for local_rank in range(spec.nproc_per_node)
         )
@@ -118,7 +136,7 @@ def _sinks(spec: LaunchSpec) -> Iterator[Sinks]:
     stderr = _duplicate(None if sys.__stderr__ is None else _STDERR)
     try:
         alone_on_terminal = spec.world_size == 1 and os.isatty(stdout)
-        yield Sinks(stdout=stdout, stderr=stderr, prefixed=not alone_on_terminal)
+        yield Sinks(stdout=stdout, stderr=stderr, prefixed=not (alone_on_terminal and spec.logs.is_default))
     finally:
         os.close(stdout)
         os.close(stderr)
@@ -131,9 +149,9 @@ def _duplicate(descriptor: int | None) -> int:
     return os.open(os.devnull, os.O_WRONLY)
 
 
-def _report(outcome: GroupOutcome, attempt: int, max_attempts: int) -> None:
+def _report(outcome: GroupOutcome, attempt: int, max_attempts: int, logs: Path | None) -> None:
     if outcome.first_failure is not None:
-        text = failure_report(outcome, host=socket.gethostname(), attempt=attempt, max_attempts=max_attempts)
+        text = failure_report(outcome, host=socket.gethostname(), attempt=attempt, max_attempts=max_attempts, logs=logs)
         if outcome.stopped_by is None and attempt < max_attempts:
             text += f"ferrodist: starting all ranks again (attempt {attempt + 1} of {max_attempts})\n"
     elif outcome.stopped_by is not None and outcome.exit_code != 0:

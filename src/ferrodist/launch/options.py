@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.launch.cpu_binding import BindPolicy
 from ferrodist.launch.host_limits import usable_cores
+from ferrodist.launch.rank_logs import PREFIX_VARIABLE, LogOptions, StreamChoice, split_filters
+from ferrodist.launch.signals import STOP_SIGNALS
 from ferrodist.launch.spec import DEFAULT_TIMEOUT_BEFORE_KILL, LaunchSpec, MpiLauncher, ProgramKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_OUTPUT = (
-    "the ranks' output goes to the launcher's own, each line with its rank; 2>&1 | tee FILE keeps it, and"
-    " grep '^\\[rank 0\\]' FILE shows one rank's"
-)
-
 _UNSUPPORTED = {
-    ("--log-dir",): _OUTPUT,
-    ("--redirects", "-r"): _OUTPUT,
-    ("--tee", "-t"): _OUTPUT,
-    ("--logs-specs",): _OUTPUT,
-    ("--local-ranks-filter",): _OUTPUT,
-    ("--duplicate-stdout-filters",): _OUTPUT,
-    ("--duplicate-stderr-filters",): _OUTPUT,
+    ("--logs-specs",): "--log-dir, --redirects and --tee are there, and classes of torch's elastic are not loaded",
     ("--rdzv-conf",): "--timeout S is ours for how long ranks wait for each other",
-    ("--shutdown-timeout",): "--timeout-before-kill S is ours",
-    ("--signals-to-handle",): "SIGINT, SIGTERM and SIGHUP end the ranks, SIGUSR1 and SIGUSR2 are passed on to them",
     ("--local-addr",): "--master-addr HOST is ours, for the address of rank 0's host",
-    ("--role",): "ranks have no roles, and ROLE_NAME is always 'default'",
-    ("--run-path",): "give the path of the script, or -m and the name of a module",
     ("--numa-binding",): "--bind numa and --bind core are ours",
-    ("--virtual-local-rank",): "LOCAL_RANK is a rank's number on its host, and CUDA_VISIBLE_DEVICES is left alone",
 }
 """Options of torchrun's that ``ferrodist run`` does not have, or has under another name, with the advice for each."""
 
@@ -56,7 +45,16 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     option("--rdzv-backend", _rendezvous_backend, "NAME", "c10d or static, as torchrun's; the ranks meet in one way")
     option("--max-restarts", int, "N", "start all ranks again up to N times after a failure (default 0)")
     option("--timeout", float, "S", "seconds that ranks wait for each other by default (FERRODIST_TIMEOUT, or 1800)")
-    option("--timeout-before-kill", float, "S", "seconds between asking ranks to end and SIGKILL (default 5)")
+    option(
+        "--timeout-before-kill",
+        float,
+        "S",
+        "seconds between asking ranks to end and SIGKILL (default 5)",
+        "--shutdown-timeout",
+    )
+    option("--signals-to-handle", _signals, "LIST", "signals that end the ranks (default SIGINT,SIGTERM,SIGHUP)")
+    option("--role", str, "NAME", "the ranks' ROLE_NAME (default 'default')")
+    _add_log_arguments(option)
     parser.add_argument(
         "--mpi",
         choices=[launcher.value for launcher in MpiLauncher],
@@ -68,11 +66,17 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         default=BindPolicy.NONE.value,
         help="CPUs of each rank: those of a NUMA node (numa), cores of its own (core), or all (none, the default)",
     )
+    parser.add_argument(
+        *_spellings("--virtual-local-rank"),
+        action="store_true",
+        help="each rank has LOCAL_RANK 0, and in CUDA_VISIBLE_DEVICES its own GPU alone",
+    )
     parser.add_argument("--standalone", action="store_true", help="one host, the default; as torchrun's")
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument(
         "--no-python", "--no_python", action="store_true", help="the program is an executable, not Python"
     )
+    parser.add_argument(*_spellings("--run-path"), action="store_true", help="the program is a script, the default")
     _add_torchrun_arguments(parser)
     # Not a positional followed by REMAINDER: that positional would swallow a "--" meant for the program.
     parser.add_argument(
@@ -81,6 +85,43 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="program",
         help="what to run, and its arguments, left untouched",
     )
+
+
+def _add_log_arguments(option: Callable[..., None]) -> None:
+    """Declare the options for the ranks' output."""
+    option("--log-dir", Path, "DIR", "folder of log files, in which each job gets one of its own (default: temporary)")
+    streams = "1 (stdout), 2 (stderr) or 3 (both), or local ranks' as in 0:3,1:2"
+    option("--redirects", str, "STREAMS", f"streams that go to log files alone: {streams}", "-r")
+    option("--tee", str, "STREAMS", "streams that go to log files, too; as --redirects", "-t")
+    option("--local-ranks-filter", _local_ranks, "LIST", "local ranks whose output is shown, as 0,2 (default all)")
+    for stream in ("stdout", "stderr"):
+        text = f"texts, with commas: lines of {stream} that contain one also go to a file filtered_{stream}.log"
+        option(f"--duplicate-{stream}-filters", split_filters, "LIST", text)
+    option(
+        "--log-line-prefix-template",
+        str,
+        "TEXT",
+        "prefix of shown lines (default '[rank ${rank}] '); also ${local_rank}, ${role_name} and ${hostname}",
+    )
+
+
+def _local_ranks(text: str) -> frozenset[int]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and len(word) < len("1000000000") for word in words):
+        raise argparse.ArgumentTypeError(f"invalid value: {text!r}; give local ranks with commas, as 0,2")
+    return frozenset(map(int, words))
+
+
+def _signals(text: str) -> frozenset[signal.Signals]:
+    found = set()
+    for word in text.split(","):
+        name = word.strip().upper()
+        if name not in signal.Signals.__members__:
+            raise argparse.ArgumentTypeError(f"there is no signal {word.strip()!r}; give names as SIGTERM,SIGUSR1")
+        if signal.Signals[name] in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+            raise argparse.ArgumentTypeError(f"{name} can't be handled; leave it out")
+        found.add(signal.Signals[name])
+    return frozenset(found)
 
 
 def _num_ranks(text: str) -> int:
@@ -114,6 +155,10 @@ def _rendezvous_backend(text: str) -> str:
 
 def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
     """Convert parsed arguments to a spec."""
+    if arguments.run_path:  # as torchrun's, which takes precedence
+        if arguments.module:
+            raise ValueError("--module and --run-path exclude each other; give the one that fits the program")
+        arguments.no_python = False
     if arguments.module and arguments.no_python:
         raise ValueError("--module and --no-python exclude each other; give the one that fits the program")
     nnodes = 1 if arguments.nnodes is None else arguments.nnodes
@@ -145,6 +190,23 @@ def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
         run_id=arguments.rdzv_id,
         mpi=None if arguments.mpi is None else MpiLauncher(arguments.mpi),
         bind=BindPolicy(arguments.bind),
+        logs=_log_options(arguments),
+        role="default" if arguments.role is None else arguments.role,
+        virtual_local_rank=arguments.virtual_local_rank,
+        stop_signals=STOP_SIGNALS if arguments.signals_to_handle is None else arguments.signals_to_handle,
+    )
+
+
+def _log_options(arguments: argparse.Namespace) -> LogOptions:
+    template = arguments.log_line_prefix_template
+    return LogOptions(
+        folder=arguments.log_dir,
+        redirects=StreamChoice.parse("--redirects", arguments.redirects or "0"),
+        tee=StreamChoice.parse("--tee", arguments.tee or "0"),
+        shown_ranks=arguments.local_ranks_filter,
+        stdout_filters=arguments.duplicate_stdout_filters or (),
+        stderr_filters=arguments.duplicate_stderr_filters or (),
+        prefix=os.environ.get(PREFIX_VARIABLE) if template is None else template,
     )
 
 

@@ -12,6 +12,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ferrodist.launch.rank_logs import StreamOutput
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -145,6 +147,7 @@ class _Route:
     prefixer: LinePrefixer
     sink: int
     prompts: bool
+    output: StreamOutput
 
 
 class OutputPump:
@@ -163,11 +166,23 @@ class OutputPump:
         self._closed_sinks: set[int] = set()
         self._prompter: _Route | None = None  # the one that wrote last, of those that may show a prompt
         self.error: OSError | None = None
-        """The error for which a sink was dropped, unless its reader had closed it."""
+        """The error for which a sink or a log file was dropped, unless a sink's reader had closed it."""
 
-    def add(self, source: int, sink: int, prefixer: LinePrefixer, *, prompts: bool = False) -> None:
-        """Own and forward ``source`` to ``sink``: with ``prompts``, a terminal where a user answers its writer."""
-        self._routes[source] = _Route(prefixer, sink, prompts)
+    def add(
+        self,
+        source: int,
+        sink: int,
+        prefixer: LinePrefixer,
+        *,
+        prompts: bool = False,
+        output: StreamOutput | None = None,
+    ) -> None:
+        """Own and forward ``source`` to ``sink``: with ``prompts``, a terminal where a user answers its writer.
+
+        ``output`` says whether the sink gets it, and which files do; None is the sink alone.
+        """
+        output = StreamOutput() if output is None else output
+        self._routes[source] = _Route(prefixer, sink, prompts and output.is_shown, output)
 
     @property
     def sources(self) -> frozenset[int]:
@@ -254,16 +269,26 @@ class OutputPump:
             if route.prompts and route is not self._prompter:
                 self._interrupt_prompt()
                 self._prompter = route
-            self._enqueue(route, route.prefixer.feed(data))
+            self._forward(route, data, route.prefixer.feed(data))
         else:
             self._end(source)
 
     def _end(self, source: int) -> None:
         route = self._routes.pop(source)
-        self._enqueue(route, route.prefixer.flush())
+        self._forward(route, b"", route.prefixer.flush())
         if route is self._prompter:
             self._prompter = None
         os.close(source)
+
+    def _forward(self, route: _Route, data: bytes, lines: bytes) -> None:
+        """Write bytes and the lines that they completed to their files, and queue the lines for the sink."""
+        try:
+            route.output.write(data, lines)
+        except OSError as error:
+            self.error = self.error or error
+            route.output.log = route.output.filtered = None
+        if route.output.is_shown:
+            self._enqueue(route, lines)
 
     def _enqueue(self, route: _Route, data: bytes) -> None:
         if not data:

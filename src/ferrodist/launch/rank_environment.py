@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrodist.deadline import TIMEOUT_VARIABLE
+from ferrodist.launch.spec import VISIBLE_DEVICES_VARIABLE, visible_devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -86,14 +87,16 @@ def rank_environment(
     rank = str(spec.global_rank(local_rank))
     if cpus:
         cores = min(cores, len(cpus) * spec.nproc_per_node)  # the share of each
+    devices = visible_devices(spec.nproc_per_node, base) if spec.virtual_local_rank else []
     return {
         **launch_environment(spec, base, cores),
+        **({VISIBLE_DEVICES_VARIABLE: devices[local_rank]} if devices else {}),
         "RANK": rank,
-        "LOCAL_RANK": str(local_rank),
+        "LOCAL_RANK": "0" if devices else str(local_rank),
         "LOCAL_WORLD_SIZE": str(spec.nproc_per_node),
         "GROUP_RANK": str(spec.node_rank or 0),
         "GROUP_WORLD_SIZE": str(spec.nnodes),
-        "ROLE_NAME": "default",
+        "ROLE_NAME": spec.role,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": str(spec.world_size),
         "MASTER_ADDR": attempt.master_addr,

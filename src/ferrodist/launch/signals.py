@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-"""Signals that are forwarded and start the countdown to SIGKILL."""
+"""Signals that are forwarded and start the countdown to SIGKILL, unless a launch names others."""
 
-FORWARDED_SIGNALS = STOP_SIGNALS | {signal.SIGUSR1, signal.SIGUSR2}  # all signals that are forwarded to the ranks
+USER_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
+"""Signals that are forwarded, too."""
 
 _PROC = Path("/proc")
 _DISPOSITIONS = ("SigBlk:", "SigIgn:", "SigCgt:")
@@ -56,14 +57,16 @@ def _survives_signal(process: Path, groups: set[int], signum: signal.Signals) ->
 
 
 class SignalInbox:
-    """Collects `FORWARDED_SIGNALS` within a ``with`` block, instead of letting them end the launcher.
+    """Collects stop signals and user signals within a ``with`` block, instead of letting them end the launcher.
 
     Python allows signal handlers in the main thread only; in another thread the inbox stays empty and signals keep
     their meaning. A signal that was ignored when the launcher started (``nohup``, a shell's background job) stays
     ignored, here and in the ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stop_signals: frozenset[signal.Signals] = STOP_SIGNALS) -> None:
+        self.stop_signals = stop_signals
+        self._forwarded = stop_signals | USER_SIGNALS
         self._reader, self._writer = os.pipe()
         self._previous: dict[signal.Signals, Any] = {}
         self._previous_wakeup: int | None = None
@@ -76,7 +79,7 @@ class SignalInbox:
             # handler must exist for it to do so, but has nothing to add. A full pipe (64 Ki signals) loses
             # signals quietly.
             self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            for signum in sorted(FORWARDED_SIGNALS):
+            for signum in sorted(self._forwarded):
                 # None: a handler that C code installed, which Python could not put back.
                 if signal.getsignal(signum) not in (signal.SIG_IGN, None):
                     self._previous[signum] = signal.signal(signum, lambda _number, _frame: None)
@@ -105,4 +108,4 @@ class SignalInbox:
         except BlockingIOError:
             return []
         # The pipe also gets signals for which somebody else set a Python handler; they are theirs.
-        return [signal.Signals(signum) for signum in signums if signum in FORWARDED_SIGNALS]
+        return [signal.Signals(signum) for signum in signums if signum in self._forwarded]

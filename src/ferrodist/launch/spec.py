@@ -8,13 +8,22 @@ import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ferrodist.arguments import check_int, check_type
 from ferrodist.deadline import check_timeout, default_timeout
 from ferrodist.launch.cpu_binding import BindPolicy, bind_ranks
 from ferrodist.launch.host_limits import check_rank_count
+from ferrodist.launch.rank_logs import LogOptions
+from ferrodist.launch.signals import STOP_SIGNALS
 from ferrodist.rendezvous.secret import SECRET_VARIABLE, resolve_secret
 from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Mapping
+
+VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 DEFAULT_TIMEOUT_BEFORE_KILL = 5.0  # seconds between asking the ranks to end and SIGKILL
 
@@ -32,6 +41,20 @@ class MpiLauncher(enum.Enum):
 
     MPIEXEC = "mpiexec"  # the MPI's own, which this process becomes
     PMI = "pmi"  # this process, as MPICH's process manager
+
+
+def visible_devices(num_ranks: int, environment: Mapping[str, str]) -> list[str]:
+    """The value of CUDA_VISIBLE_DEVICES with the GPU of each rank of this host; ValueError: it names too few."""
+    named = environment.get(VISIBLE_DEVICES_VARIABLE)
+    if named is None:
+        return [str(local_rank) for local_rank in range(num_ranks)]
+    devices = [device for each in named.split(",") if (device := each.strip())]
+    if len(devices) < num_ranks:
+        raise ValueError(
+            f"--virtual-local-rank gives each of the {counted(num_ranks, 'rank')} a GPU of its own, and"
+            f" {VISIBLE_DEVICES_VARIABLE}={named!r} names {len(devices)}"
+        )
+    return devices[:num_ranks]
 
 
 def _secret_of_environment() -> str | None:
@@ -59,6 +82,10 @@ class LaunchSpec:
         secret: The shared secret of the ranks; ``FERRODIST_SECRET`` by default. None generates one, for one host only.
         mpi: The process manager of an MPI's ranks; None without MPI.
         bind: The CPUs that each rank of this host is bound to.
+        logs: The files and streams to which the ranks' output goes.
+        role: The value of ROLE_NAME.
+        virtual_local_rank: Whether each rank has LOCAL_RANK 0, and sees one GPU in CUDA_VISIBLE_DEVICES: its own.
+        stop_signals: Signals to the launcher that end the ranks.
 
     Raises:
         TypeError, ValueError: The launch is impossible; the message says what to give instead.
@@ -79,6 +106,10 @@ class LaunchSpec:
     secret: str | None = field(default_factory=_secret_of_environment, repr=False)
     mpi: MpiLauncher | None = None
     bind: BindPolicy = BindPolicy.NONE
+    logs: LogOptions = field(default_factory=LogOptions)
+    role: str = "default"
+    virtual_local_rank: bool = False
+    stop_signals: frozenset[signal.Signals] = STOP_SIGNALS
 
     def __post_init__(self) -> None:
         check_type(self.kind, ProgramKind, "kind must be a ProgramKind")
@@ -109,6 +140,10 @@ class LaunchSpec:
         self._check_mpi()
         check_type(self.bind, BindPolicy, "bind must be a BindPolicy")
         bind_ranks(self.bind, self.nproc_per_node)
+        check_type(self.logs, LogOptions, "logs must be a LogOptions")
+        self.logs.check_local_ranks(self.nproc_per_node)
+        if self.virtual_local_rank:
+            visible_devices(self.nproc_per_node, os.environ)  # raises if there are too few
         self._check_program()
 
     def _check_rendezvous(self) -> None:
@@ -146,6 +181,13 @@ class LaunchSpec:
             raise ValueError("--max-restarts goes with --mpi pmi: mpiexec starts its ranks once")
         if self.mpi is MpiLauncher.MPIEXEC and self.bind is not BindPolicy.NONE:
             raise ValueError("--bind goes with --mpi pmi: mpiexec binds the ranks that it starts; see its --bind-to")
+        if self.mpi is MpiLauncher.MPIEXEC and not self.logs.is_default:
+            raise ValueError(
+                "--log-dir, --redirects, --tee, filters and prefixes go with --mpi pmi: mpiexec carries its ranks'"
+                " output"
+            )
+        if self.mpi is MpiLauncher.MPIEXEC and self.virtual_local_rank:
+            raise ValueError("--virtual-local-rank goes with --mpi pmi: mpiexec numbers the ranks that it starts")
 
     def _check_program(self) -> None:
         if not self.program:

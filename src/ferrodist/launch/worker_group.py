@@ -16,7 +16,7 @@ import select
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -31,7 +31,8 @@ from ferrodist.launch.process_watch import (
     RankExit,
     is_secondary_failure,
 )
-from ferrodist.launch.signals import STOP_SIGNALS, SignalInbox, members_that_survive
+from ferrodist.launch.rank_logs import StreamOutput
+from ferrodist.launch.signals import SignalInbox, members_that_survive
 from ferrodist.resource_limits import limit_text
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ class RankProcess:
     owns_stdin: bool = False
     descriptors: tuple[int, ...] = ()  # inherited beside its standard streams
     cpus: frozenset[int] = frozenset()  # it is bound to them; none: the launcher's
+    prefix: str | None = None  # of its lines; None: the usual one
+    stdout: StreamOutput = field(default_factory=StreamOutput)
+    stderr: StreamOutput = field(default_factory=StreamOutput)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,22 +206,25 @@ class WorkerGroup:
             self._processes[process.pid] = process
             self._rank_of[process.pid] = rank.rank
             self._watch.add(process.pid)
-            self._connect(rank, process.stdout, self._sinks.stdout)
-            self._stderr_prefixers[rank.rank] = self._connect(rank, process.stderr, self._sinks.stderr)
+            self._connect(rank, process.stdout, self._sinks.stdout, rank.stdout)
+            self._stderr_prefixers[rank.rank] = self._connect(rank, process.stderr, self._sinks.stderr, rank.stderr)
         except OSError as error:
             raise RankFailedError(
                 f"rank {rank.rank} could not be started: {limit_text(error) or error}; the ranks before it were ended",
                 ranks=(rank.rank,),
             ) from error
 
-    def _connect(self, rank: RankProcess, stream: IO[bytes] | None, sink: int) -> LinePrefixer:
+    def _connect(self, rank: RankProcess, stream: IO[bytes] | None, sink: int, output: StreamOutput) -> LinePrefixer:
         on_terminal = os.isatty(sink)
-        prefixer = LinePrefixer(rank_prefix(rank.rank, colour=on_terminal and not os.environ.get("NO_COLOR")))
+        colour = on_terminal and not os.environ.get("NO_COLOR")
+        prefixer = LinePrefixer(
+            rank_prefix(rank.rank, colour=colour) if rank.prefix is None else os.fsencode(rank.prefix)
+        )
         if stream is not None:
             with stream:
                 source = os.dup(stream.fileno())
             has_user = rank.owns_stdin and sys.__stdin__ is not None and os.isatty(_STDIN)
-            self._pump.add(source, sink, prefixer, prompts=on_terminal and has_user)
+            self._pump.add(source, sink, prefixer, prompts=on_terminal and has_user, output=output)
         return prefixer
 
     def _poll(self) -> frozenset[int]:
@@ -273,11 +280,11 @@ class WorkerGroup:
         self._stop(signal.SIGTERM)
 
     def _on_signal(self, signum: signal.Signals) -> None:
-        if signum == signal.SIGUSR1:
-            self._request_stacks()
-            return
-        if signum not in STOP_SIGNALS:
-            self._signal_groups(signum)
+        if signum not in self._inbox.stop_signals:
+            if signum == signal.SIGUSR1:
+                self._request_stacks()
+            else:
+                self._signal_groups(signum)
             return
         now, last = self._clock.elapsed(), self._last_stop_signal
         if last is not None and last[0] == signum and now - last[1] < _REPEAT_WINDOW_SECONDS:

@@ -14,6 +14,7 @@ import pytest
 from ferrodist.launch import host_limits, launcher
 from ferrodist.launch.host_limits import rank_limit, usable_cores
 from ferrodist.launch.rank_environment import Attempt, rank_environment, reserved_port, with_stack_dumps
+from ferrodist.launch.rank_logs import JobLogs, LogOptions
 from ferrodist.launch.spec import LaunchSpec, ProgramKind
 
 ATTEMPT = Attempt(master_addr="10.0.0.1", master_port=1234, run_id="job", secret="s3cret", restart_count=2)
@@ -244,7 +245,9 @@ def test_environments_are_made_one_at_a_time(monkeypatch):
 
     monkeypatch.setattr(launcher, "rank_environment", lambda *_, **__: made.append({}) or {})
     monkeypatch.setattr(launcher, "WorkerGroup", Group)
-    assert launcher._run_attempt(make_spec(nproc_per_node=5), ATTEMPT, [frozenset()] * 5, None, None) == "done"
+    spec, logs = make_spec(nproc_per_node=5), JobLogs(LogOptions(), "job")
+    outcome = launcher._run_attempt(spec, ATTEMPT, [frozenset()] * 5, inbox=None, sinks=None, logs=logs)
+    assert outcome == "done"
 
 
 def test_the_secret_comes_from_the_environment_and_is_not_shown(monkeypatch):
@@ -253,3 +256,25 @@ def test_the_secret_comes_from_the_environment_and_is_not_shown(monkeypatch):
     spec = LaunchSpec(program="pkg", kind=ProgramKind.MODULE)
     assert spec.secret == "do-not-show"
     assert "do-not-show" not in repr(spec)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, ["0", "1", "2"]), ("4, 2,7,1", ["4", "2", "7"])])
+def test_a_virtual_local_rank_sees_its_own_gpu(given, expected, monkeypatch):
+    """As torchrun: LOCAL_RANK is 0, and the device with that index is the rank's."""
+    base = {} if given is None else {"CUDA_VISIBLE_DEVICES": given}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    spec = make_spec(nproc_per_node=3, virtual_local_rank=True, role="trainer")
+    found = [rank_environment(spec, ATTEMPT, local_rank, base=base, cores=8) for local_rank in range(3)]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == expected
+    assert [(each["RANK"], each["LOCAL_RANK"], each["ROLE_NAME"]) for each in found] == [
+        (str(rank), "0", "trainer") for rank in range(3)
+    ]
+
+
+def test_too_few_gpus_for_virtual_local_ranks(monkeypatch):
+    """Two ranks would otherwise share one without a word."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(
+        ValueError, match="each of the 3 ranks a GPU of its own, and CUDA_VISIBLE_DEVICES='0,1' names 2"
+    ):
+        make_spec(nproc_per_node=3, virtual_local_rank=True)

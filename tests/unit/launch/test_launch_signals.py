@@ -7,12 +7,12 @@ import select
 import signal
 import threading
 
-from ferrodist.launch.signals import FORWARDED_SIGNALS, SignalInbox, signal_name
+from ferrodist.launch.signals import STOP_SIGNALS, USER_SIGNALS, SignalInbox, signal_name
 
 
 def test_signals_arrive_in_order_and_handlers_come_back():
     """Signals become data while the inbox is open; afterwards everything is as before."""
-    before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS | USER_SIGNALS}
     previous = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
         with SignalInbox() as inbox:
@@ -25,7 +25,18 @@ def test_signals_arrive_in_order_and_handlers_come_back():
         assert signal.getsignal(signal.SIGUSR1) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGUSR1, previous)
-    assert {number: signal.getsignal(number) for number in FORWARDED_SIGNALS} == before
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS | USER_SIGNALS} == before
+
+
+def test_a_launch_may_name_its_stop_signals():
+    """Signals that are neither named nor the user's keep their meaning."""
+    before = signal.getsignal(signal.SIGTERM)
+    with SignalInbox(frozenset({signal.SIGQUIT, signal.SIGUSR1})) as inbox:
+        assert signal.getsignal(signal.SIGTERM) is before
+        for number in (signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(os.getpid(), number)
+        assert select.select([inbox], [], [], 10)[0]
+        assert inbox.take() == [signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2]
 
 
 def test_ignored_signals_stay_ignored():

@@ -1,0 +1,265 @@
+"""Log files of the ranks' output: torchrun's ``--log-dir``, ``--redirects``, ``--tee``, filters and line prefixes."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import re
+import socket
+import string
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from ferrodist.errors import RankFailedError
+from ferrodist.resource_limits import limit_text
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from typing_extensions import Self
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""The variable that names the file in which torch's ``record`` writes a rank's exception."""
+
+PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+"""The variable with torchrun's template of prefixes, unless an option gives one."""
+
+_MACROS = ("role_name", "local_rank", "rank", "hostname")
+
+
+class Streams(enum.Flag):
+    """Output streams of a rank, numbered as in torchrun's options."""
+
+    NONE = 0
+    STDOUT = 1
+    STDERR = 2
+    BOTH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChoice:
+    """Streams that are chosen for each rank of this host: for all, or by local rank."""
+
+    default: Streams = Streams.NONE
+    by_local_rank: Mapping[int, Streams] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, option: str, text: str) -> Self:
+        """Parse "3", or "0:1,1:2". Raises ValueError for anything else."""
+        if re.fullmatch(r"[0-3]", text):
+            return cls(Streams(int(text)))
+        chosen: dict[int, Streams] = {}
+        for part in text.split(","):
+            found = re.fullmatch(r"(\d{1,9}):([0-3])", part.strip())
+            if found is None:
+                raise ValueError(
+                    f"{option} must be 1 (stdout), 2 (stderr) or 3 (both), or such a number for each local rank, as in"
+                    f" 0:3,1:2; not {text!r}"
+                )
+            chosen[int(found[1])] = Streams(int(found[2]))
+        return cls(by_local_rank=chosen)
+
+    def of(self, local_rank: int) -> Streams:
+        """The streams of a rank."""
+        return self.by_local_rank.get(local_rank, self.default)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no stream of any rank is chosen."""
+        return not self.default and not any(self.by_local_rank.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogOptions:
+    """Where the output of ranks goes; by default to the launcher's streams alone.
+
+    Args:
+        folder: The folder in which the job gets one of its own; None makes a temporary one if files are wanted.
+        redirects: Streams that go to a file, and not to the launcher's streams.
+        tee: Streams that go to both.
+        shown_ranks: Local ranks whose output goes to the launcher's streams; None is all.
+        stdout_filters: Lines of standard output that contain one of these texts also go to a common file.
+        stderr_filters: The same for standard error.
+        prefix: A template of the prefix of lines, with ``${role_name}``, ``${local_rank}``, ``${rank}`` and
+            ``${hostname}``; None is ``[rank N] ``.
+
+    Raises:
+        ValueError: The template has other fields, or the folder is a file.
+    """
+
+    folder: Path | None = None
+    redirects: StreamChoice = field(default_factory=StreamChoice)
+    tee: StreamChoice = field(default_factory=StreamChoice)
+    shown_ranks: frozenset[int] | None = None
+    stdout_filters: tuple[str, ...] = ()
+    stderr_filters: tuple[str, ...] = ()
+    prefix: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.folder is not None and self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"--log-dir: {self.folder} is a file; name a folder")
+        if self.prefix is not None:
+            try:
+                string.Template(self.prefix).substitute(dict.fromkeys(_MACROS, ""))
+            except (KeyError, ValueError):
+                names = ", ".join(f"${{{name}}}" for name in _MACROS)
+                raise ValueError(
+                    f"--log-line-prefix-template {self.prefix!r} must have no other fields than {names}; $$ is a $"
+                ) from None
+
+    def check_local_ranks(self, num_ranks: int) -> None:
+        """Raise ValueError if an option names a local rank that this host does not have."""
+        for option, named in (
+            ("--redirects", self.redirects.by_local_rank),
+            ("--tee", self.tee.by_local_rank),
+            ("--local-ranks-filter", self.shown_ranks or ()),
+        ):
+            if wrong := sorted(rank for rank in named if rank >= num_ranks):
+                raise ValueError(
+                    f"{option} names local rank {wrong[0]}, and this host has {counted(num_ranks, 'rank')}: they count"
+                    " from 0"
+                )
+
+    @property
+    def has_files(self) -> bool:
+        """Whether there are files to write."""
+        filters = self.stdout_filters or self.stderr_filters
+        return bool(self.folder is not None or filters or not (self.redirects.is_empty and self.tee.is_empty))
+
+    @property
+    def is_default(self) -> bool:
+        """Whether all output goes to the launcher's streams, with the usual prefix."""
+        return not self.has_files and self.shown_ranks is None and self.prefix is None
+
+    def prefix_of(self, rank: int, local_rank: int, role: str) -> str | None:
+        """The prefix of a rank's lines; None for the usual one."""
+        if self.prefix is None:
+            return None
+        values = {"role_name": role, "local_rank": local_rank, "rank": rank, "hostname": socket.gethostname()}
+        return string.Template(self.prefix).substitute(values)
+
+
+def split_filters(text: str) -> tuple[str, ...]:
+    """Texts of a list with commas; two commas are one in a text."""
+    parts = re.split(r"(?<!,),(?!,)", text)
+    return tuple(part.replace(",,", ",") for part in parts if part)
+
+
+class JobLogs:
+    """The folder of a job's log files: ``FOLDER/RUN_ID_XXXX/attempt_N/LOCAL_RANK``, as torchrun has it."""
+
+    def __init__(self, options: LogOptions, run_id: str) -> None:
+        self.options = options
+        self.folder: Path | None = None
+        if options.has_files:
+            name = re.sub(r"[^\w.-]", "_", run_id)[:64]
+            with _naming_path(f"the folder of logs in {options.folder or tempfile.gettempdir()}"):
+                if options.folder is not None:
+                    options.folder.mkdir(parents=True, exist_ok=True)
+                prefix = f"{name}_" if options.folder is not None else f"ferrodist_{name}_"
+                self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=options.folder)).absolute()
+
+    def attempt(self, number: int, num_ranks: int) -> AttemptLogs:
+        """Make the files of a start of all ranks; the first is 0."""
+        folder = None if self.folder is None else self.folder / f"attempt_{number}"
+        return AttemptLogs(self.options, folder, num_ranks)
+
+    def folder_of(self, attempt: int, local_rank: int) -> Path | None:
+        """The folder of a rank's files; None without files."""
+        return None if self.folder is None else self.folder / f"attempt_{attempt}" / str(local_rank)
+
+
+class StreamOutput:
+    """Where a stream of a rank goes.
+
+    ``is_shown``: to the launcher's own stream; ``log``: to this file, as it is; ``filtered``: lines with one of
+    ``filters`` to this file, with their prefix.
+    """
+
+    __slots__ = ("filtered", "filters", "is_shown", "log")
+
+    def __init__(
+        self,
+        *,
+        is_shown: bool = True,
+        log: IO[bytes] | None = None,
+        filtered: IO[bytes] | None = None,
+        filters: tuple[bytes, ...] = (),
+    ) -> None:
+        self.is_shown, self.log, self.filtered, self.filters = is_shown, log, filtered, filters
+
+    def write(self, data: bytes, lines: bytes) -> None:
+        """Write bytes of the stream, and the lines with prefix that they completed, to the files. Raises OSError."""
+        if self.log is not None:
+            self.log.write(data)
+        if self.filtered is not None:
+            for line in lines.splitlines(keepends=True):
+                if any(each in line for each in self.filters):
+                    self.filtered.write(line)
+
+
+class AttemptLogs(contextlib.ExitStack):
+    """The open log files of a start of all ranks. RankFailedError: one can't be made."""
+
+    def __init__(self, options: LogOptions, folder: Path | None, num_ranks: int) -> None:
+        super().__init__()
+        self._options, self._folder = options, folder
+        self._filtered: dict[Streams, IO[bytes]] = {}
+        if folder is None:
+            return
+        with contextlib.ExitStack() as stack:
+            for local_rank in range(num_ranks):
+                with _naming_path(f"the folder of logs {folder}"):
+                    (folder / str(local_rank)).mkdir(parents=True)
+            for stream, filters in self._filters().items():
+                if filters:
+                    self._filtered[stream] = stack.enter_context(_open(folder / f"filtered_{_name(stream)}.log"))
+            self.push(stack.pop_all())
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """The variables by which a rank finds its files."""
+        if self._folder is None:
+            return {}
+        return {ERROR_FILE_VARIABLE: str(self._folder / str(local_rank) / "error.json")}
+
+    def output(self, local_rank: int, stream: Streams) -> StreamOutput:
+        """Where a rank's standard output or standard error goes."""
+        options = self._options
+        is_redirected = stream in options.redirects.of(local_rank) and stream not in options.tee.of(local_rank)
+        is_logged = is_redirected or stream in options.tee.of(local_rank)
+        is_shown = not is_redirected and (options.shown_ranks is None or local_rank in options.shown_ranks)
+        log = None
+        if is_logged and self._folder is not None:
+            log = self.enter_context(_open(self._folder / str(local_rank) / f"{_name(stream)}.log"))
+        return StreamOutput(
+            is_shown=is_shown,
+            log=log,
+            filtered=self._filtered.get(stream),
+            filters=tuple(os.fsencode(each) for each in self._filters()[stream]),
+        )
+
+    def _filters(self) -> dict[Streams, tuple[str, ...]]:
+        return {Streams.STDOUT: self._options.stdout_filters, Streams.STDERR: self._options.stderr_filters}
+
+
+def _open(path: Path) -> IO[bytes]:
+    with _naming_path(f"the log file {path}"):
+        return path.open("ab", buffering=0)
+
+
+@contextlib.contextmanager
+def _naming_path(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RankFailedError(
+            f"{what} can't be made: {limit_text(error) or error.strerror}; the ranks were not started"
+        ) from error
+
+
+def _name(stream: Streams) -> str:
+    return "stdout" if stream is Streams.STDOUT else "stderr"
