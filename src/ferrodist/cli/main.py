@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import sys
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from ferrodist.bench.cli import add_bench_arguments, bench_options, run_bench
 from ferrodist.cli.checkpoint import add_ckpt_arguments, run_ckpt
 from ferrodist.cli.doctor import add_doctor_arguments, run_doctor
 from ferrodist.demo.cli import add_demo_arguments, demo_options, run_demo
 from ferrodist.errors import DistributedError
-from ferrodist.installation import installed_version
+from ferrodist.installation import describe_missing, installed_version
 from ferrodist.launch.launcher import launch
 from ferrodist.launch.options import add_run_arguments, spec_from_arguments
 from ferrodist.launch.terminal import discard_buffer, print_warning, write_stdout
@@ -95,15 +96,44 @@ def _unrecognized(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> st
     return f"unrecognized arguments: {' '.join(unknown)}{hint}"
 
 
+class _PrintCompletion(argparse.Action):
+    """Prints a script that completes the command's options in a shell, and ends the process."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,  # noqa: ARG002 - argparse's signature
+        values: Any,
+        option_string: str | None = None,  # noqa: ARG002
+    ) -> NoReturn:
+        if missing := describe_missing("--print-completion", "completion", {"shtab": "shtab"}):
+            parser.error(missing.strip().removeprefix("ferrodist: "))
+        shtab = importlib.import_module("shtab")
+        write_stdout(shtab.complete(build_parser(), values) + "\n")
+        raise SystemExit(0)
+
+
+def _add_completion(parser: argparse.ArgumentParser, *names: str) -> None:
+    parser.add_argument(
+        *names,
+        action=_PrintCompletion,
+        choices=("bash", "zsh", "tcsh"),
+        help="print a script for a shell that completes commands and options, and end",
+    )
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser with all subcommands."""
     # No abbreviations: they would claim a script's own options, and break scripts when an option is added.
     parser = _Parser(prog="ferrodist", description="Distributed training for PyTorch.", allow_abbrev=False)
     version = installed_version() or "(not installed: run from its source tree)"
     parser.add_argument("--version", action="version", version=f"ferrodist {version}")
+    _add_completion(parser, "--print-completion")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
     for name, (add_arguments, run, text, description, usage) in _COMMANDS.items():
         subparser = commands.add_parser(name, help=text, description=description, usage=usage, allow_abbrev=False)
+        if name == "run":  # as torchrun's
+            _add_completion(subparser, "--print-completion", "--print_completion")
         for leaf in add_arguments(subparser) or [subparser]:
             leaf.set_defaults(handler=run, parser=leaf)
     return parser

@@ -25,6 +25,9 @@ _UNSUPPORTED = {
 }
 """Options of torchrun's that ``ferrodist run`` does not have, or has under another name, with the advice for each."""
 
+_FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+"""shtab's marks of an argument that is a file, for scripts of completion."""
+
 _IGNORED_OPTIONS = ("--monitor-interval", "--start-method", "--event-log-handler")
 """Options of torchrun's own operation. They take a value and change nothing here."""
 
@@ -79,12 +82,13 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(*_spellings("--run-path"), action="store_true", help="the program is a script, the default")
     _add_torchrun_arguments(parser)
     # Not a positional followed by REMAINDER: that positional would swallow a "--" meant for the program.
-    parser.add_argument(
+    command: Any = parser.add_argument(
         "command",
         nargs=argparse.PARSER,
         metavar="program",
         help="what to run, and its arguments, left untouched",
     )
+    command.complete = _FILES
 
 
 def _add_log_arguments(option: Callable[..., None]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -278,3 +281,35 @@ def test_the_launcher_starts_without_torch():
     """Neither the command line nor the launcher imports torch."""
     code = "import sys, ferrodist.cli.main; ferrodist.cli.main.build_parser(); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SOURCE)}, check=True)
+
+
+@pytest.mark.parametrize("command", [["--print-completion"], ["run", "--print_completion"]])
+def test_completion_in_bash(command, tmp_path):
+    """The script completes commands, their options, and names of files."""
+    pytest.importorskip("shtab")
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    script = tmp_path / "completion.sh"
+    with script.open("w") as file, contextlib.redirect_stdout(file), pytest.raises(SystemExit) as exit_:
+        main([*command, "bash"])
+    assert exit_.value.code == 0
+    (tmp_path / "train.py").touch()
+
+    def complete(*words: str) -> list[str]:
+        program = f"source {script}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}"
+        program += '; _shtab_ferrodist; printf "%s\\n" "${COMPREPLY[@]}"'
+        done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    assert complete("ferrodist", "do") == ["doctor"]
+    assert "--log-line-prefix-template" in complete("ferrodist", "run", "--log-l")
+    assert complete("ferrodist", "run", "tr") == ["train.py"]
+
+
+def test_completion_without_its_package(capsys, monkeypatch):
+    """The message says what to install."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(SystemExit) as exit_:
+        main(["--print-completion", "zsh"])
+    assert exit_.value.code == 2
+    assert "--print-completion needs shtab, which is not installed here: " in capsys.readouterr().err
