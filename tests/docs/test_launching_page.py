@@ -28,7 +28,7 @@ def test_every_option_of_torchrun_is_on_the_page_and_known():
     table = PAGE.partition("## torchrun's options")[2]
     named = set(re.findall(r"`(--?[a-z-]+)`", table))
     assert {option for option in theirs if option.startswith("--")} <= named
-    assert named <= ours | {"--mpi", "--bind"}
+    assert named <= ours
 
 
 def test_rows_say_refused_for_what_is_refused():

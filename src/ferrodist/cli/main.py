@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
@@ -18,6 +19,8 @@ from ferrodist.cli.doctor import add_doctor_arguments, run_doctor
 from ferrodist.demo.cli import add_demo_arguments, demo_options, run_demo
 from ferrodist.errors import DistributedError
 from ferrodist.installation import describe_missing, installed_version
+from ferrodist.launch.cluster import lone_host_warning
+from ferrodist.launch.dry_run import describe_launch
 from ferrodist.launch.launcher import launch
 from ferrodist.launch.options import add_run_arguments, spec_from_arguments
 from ferrodist.launch.terminal import discard_buffer, print_warning, write_stdout
@@ -156,6 +159,16 @@ def _usage_errors(function: Callable[[argparse.Namespace], _T], arguments: argpa
         raise UsageError(str(error)) from None
 
 
+def _run(arguments: argparse.Namespace) -> int:
+    spec = _usage_errors(spec_from_arguments, arguments)
+    if spec.nnodes == 1:
+        print_warning(lone_host_warning(os.environ))
+    if arguments.dry_run:
+        write_stdout(describe_launch(spec))
+        return 0
+    return launch(spec)
+
+
 def _print_secret(_arguments: argparse.Namespace) -> int:
     write_stdout(make_secret() + "\n")
     return 0
@@ -164,7 +177,7 @@ def _print_secret(_arguments: argparse.Namespace) -> int:
 _COMMANDS = {
     "run": _Command(
         add_run_arguments,
-        lambda arguments: launch(_usage_errors(spec_from_arguments, arguments)),
+        _run,
         "start a program as several ranks",
         "Start a program as several ranks, with torchrun's options and variables.",
         "%(prog)s [options] [-m | --no-python] program [arguments ...]",

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ferrodist.launch.cluster import INDEX_VARIABLE, find_place
 from ferrodist.launch.cpu_binding import BindPolicy
 from ferrodist.launch.host_limits import usable_cores
 from ferrodist.launch.rank_logs import PREFIX_VARIABLE, LogOptions, StreamChoice, split_filters
@@ -74,6 +75,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="each rank has LOCAL_RANK 0, and in CUDA_VISIBLE_DEVICES its own GPU alone",
     )
+    parser.add_argument(*_spellings("--dry-run"), action="store_true", help="print what would be started, and end")
     parser.add_argument("--standalone", action="store_true", help="one host, the default; as torchrun's")
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument(
@@ -159,13 +161,18 @@ def _rendezvous_backend(text: str) -> str:
 
 def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
     """Convert parsed arguments to a spec."""
+    _take_variables(arguments)
     if arguments.run_path:  # as torchrun's, which takes precedence
         if arguments.module:
             raise ValueError("--module and --run-path exclude each other; give the one that fits the program")
         arguments.no_python = False
     if arguments.module and arguments.no_python:
         raise ValueError("--module and --no-python exclude each other; give the one that fits the program")
+    given = (arguments.nnodes, arguments.node_rank, arguments.master_addr, arguments.rdzv_endpoint)
+    place = find_place(os.environ) if not arguments.standalone and all(one is None for one in given) else None
     nnodes = 1 if arguments.nnodes is None else arguments.nnodes
+    if nnodes > 1 and arguments.node_rank is None and os.environ.get(INDEX_VARIABLE, "").isdecimal():
+        arguments.node_rank = int(os.environ[INDEX_VARIABLE])
     if arguments.standalone and nnodes != 1:
         raise ValueError(f"--standalone is for one host, but --nnodes is {nnodes}; leave one of them out")
     # Python versions differ in whether they drop a "--" before the program.
@@ -178,6 +185,11 @@ def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
         if address is not None or port is not None:
             raise ValueError("--rdzv-endpoint is the same as --master-addr and --master-port; give one or the other")
         address, port = _split_endpoint(arguments.rdzv_endpoint)
+    run_id, node_rank, source = arguments.rdzv_id, arguments.node_rank, ""
+    if place is not None:
+        nnodes, node_rank, address, source = place.nnodes, place.node_rank, place.master_addr, place.source
+        port = place.master_port if port is None else port
+        run_id = place.run_id if run_id is None else run_id
     grace = arguments.timeout_before_kill
     return LaunchSpec(
         program=command[0],
@@ -185,20 +197,36 @@ def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
         kind=ProgramKind.EXECUTABLE if arguments.no_python else python_kind,
         nproc_per_node=1 if arguments.nproc_per_node is None else arguments.nproc_per_node,
         nnodes=nnodes,
-        node_rank=arguments.node_rank,
+        node_rank=node_rank,
         master_addr=address,
         master_port=port,
         max_restarts=arguments.max_restarts or 0,
         timeout=arguments.timeout,
         timeout_before_kill=DEFAULT_TIMEOUT_BEFORE_KILL if grace is None else grace,
-        run_id=arguments.rdzv_id,
+        run_id=run_id,
         mpi=None if arguments.mpi is None else MpiLauncher(arguments.mpi),
         bind=BindPolicy(arguments.bind),
         logs=_log_options(arguments),
         role="default" if arguments.role is None else arguments.role,
         virtual_local_rank=arguments.virtual_local_rank,
         stop_signals=STOP_SIGNALS if arguments.signals_to_handle is None else arguments.signals_to_handle,
+        place_source=source,
     )
+
+
+def _take_variables(arguments: argparse.Namespace) -> None:
+    """Take options that are not given from torchrun's variables, such as PET_NNODES; 1 stands for an option alone."""
+    for action in arguments.parser._actions:  # noqa: SLF001 - argparse has no public list
+        text = os.environ.get(f"PET_{action.dest.upper()}")
+        if text is None or getattr(arguments, action.dest, None) not in (None, False):
+            continue
+        if action.nargs == 0:
+            setattr(arguments, action.dest, text == "1")
+            continue
+        try:
+            setattr(arguments, action.dest, text if action.type is None else action.type(text))
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise ValueError(f"PET_{action.dest.upper()}={text!r}: {error}") from None
 
 
 def _log_options(arguments: argparse.Namespace) -> LogOptions:

@@ -1,0 +1,154 @@
+"""The place of a host in a job, from the variables of clusters, and of torchrun's options in variables."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ferrodist.cli.main import build_parser, main
+from ferrodist.launch.cluster import find_place, first_host, lone_host_warning
+from ferrodist.launch.options import spec_from_arguments
+
+STEP = {
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NODELIST": "node[08-09,20]",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "1",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch):
+    """These tests may themselves run in a job of a cluster."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "PET_", "JOB_COMPLETION")):
+            monkeypatch.delenv(name)
+
+
+def parse(*arguments: str):
+    return spec_from_arguments(build_parser().parse_args(["run", *arguments]))
+
+
+def set_all(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_step_on_several_hosts(monkeypatch):
+    """`srun ferrodist run` needs no more than the number of ranks and the secret."""
+    set_all(monkeypatch, {**STEP, "FERRODIST_SECRET": "s"})
+    spec = parse("--nproc-per-node", "2", __file__)
+    assert (spec.nnodes, spec.node_rank, spec.master_addr) == (3, 2, "node08")
+    assert (spec.run_id, spec.world_size, spec.global_rank(0)) == ("slurm-4711-1", 6, 4)
+    others = [find_place({**STEP, "SLURM_NODEID": str(host)}) for host in range(3)]
+    assert {other.master_port for other in others if other is not None} == {spec.master_port}
+    another = find_place({**STEP, "SLURM_STEP_ID": "2"})
+    assert another is not None
+    assert another.master_port != spec.master_port
+    assert 20_000 <= another.master_port < 30_000
+
+
+def test_options_come_before_what_the_cluster_says(monkeypatch):
+    """Whoever names the hosts, names all of them."""
+    set_all(monkeypatch, {**STEP, "FERRODIST_SECRET": "s"})
+    assert parse("--nnodes", "1", __file__).nnodes == 1
+    assert parse("--standalone", __file__).nnodes == 1
+    assert parse("--master-port", "7", __file__).master_port == 7
+    assert parse("--rdzv-id", "x", __file__).run_id == "x"
+    monkeypatch.delenv("FERRODIST_SECRET")
+    with pytest.raises(ValueError, match="3 hosts need one secret: set FERRODIST_SECRET"):
+        parse(__file__)
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {**STEP, "SLURM_STEP_NUM_NODES": "1"}, {**STEP, "SLURM_STEP_NUM_NODES": "x"}]
+)
+def test_no_step_on_several_hosts(variables):
+    """Then the job has one host, unless options say otherwise."""
+    assert find_place(variables) is None
+
+
+def test_steps_that_do_not_fit():
+    """Several tasks on a host would each start all of its ranks."""
+    with pytest.raises(ValueError, match=r"srun has started 6 tasks on 3 hosts.*use srun --ntasks-per-node 1"):
+        find_place({**STEP, "SLURM_STEP_NUM_TASKS": "6"})
+    with pytest.raises(ValueError, match="without SLURM_NODEID, SLURM_JOB_ID: give --nnodes"):
+        find_place({**STEP, "SLURM_NODEID": "", "SLURM_JOB_ID": ""})
+    with pytest.raises(ValueError, match="is no list of hosts: give --master-addr"):
+        find_place({**STEP, "SLURM_STEP_NODELIST": "[]"})
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("alone", "alone"),
+        ("a,b", "a"),
+        ("n[3,5]", "n3"),
+        ("node[008-011,020],gpu1", "node008"),
+        ("rack1-[7-9]-ib.site.org,x", "rack1-7-ib.site.org"),
+    ],
+)
+def test_lists_of_hosts(hosts, first):
+    """Slurm writes numbers in brackets, with the zeros in front of them."""
+    assert first_host(hosts) == first
+
+
+def test_one_host_of_a_job_warns():
+    """In a batch script the launcher runs on the first host alone."""
+    assert "this Slurm job has 4 hosts" in lone_host_warning({"SLURM_JOB_NUM_NODES": "4"})
+    assert lone_host_warning(STEP) == lone_host_warning({}) == lone_host_warning({"SLURM_JOB_NUM_NODES": "1"}) == ""
+
+
+def test_the_index_of_a_pod_is_its_host(monkeypatch):
+    """An indexed job of Kubernetes gives each pod a number."""
+    set_all(monkeypatch, {"JOB_COMPLETION_INDEX": "1", "FERRODIST_SECRET": "s"})
+    hosts = ("--nnodes", "2", "--master-addr", "job-0.job", "--master-port", "29500")
+    assert parse(*hosts, __file__).node_rank == 1
+    assert parse(*hosts, "--node-rank", "0", __file__).node_rank == 0
+    assert parse(__file__).node_rank is None
+
+
+def test_options_in_torchruns_variables(monkeypatch):
+    """PET_ and an option's name, as operators of Kubernetes set them; the command line comes first."""
+    set_all(
+        monkeypatch,
+        {
+            "PET_NNODES": "2:2",
+            "PET_NODE_RANK": "1",
+            "PET_NPROC_PER_NODE": "3",
+            "PET_RDZV_ENDPOINT": "host:1234",
+            "PET_MAX_RESTARTS": "2",
+            "PET_MODULE": "1",
+            "PET_NO_PYTHON": "0",
+            "PET_TEE": "3",
+            "PET_SHUTDOWN_TIMEOUT": "9",
+            "FERRODIST_SECRET": "s",
+        },
+    )
+    spec = parse("--nproc-per-node", "1", "json")
+    assert (spec.nnodes, spec.node_rank, spec.nproc_per_node) == (2, 1, 1)
+    assert (spec.master_addr, spec.master_port, spec.max_restarts) == ("host", 1234, 2)
+    assert spec.command()[1:] == ("-m", "json")
+    assert not spec.logs.tee.is_empty
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "many")
+    with pytest.raises(ValueError, match="PET_NPROC_PER_NODE='many': invalid value"):
+        parse("json")
+
+
+def test_a_dry_run_starts_nothing(capsys, monkeypatch, tmp_path):
+    """It prints the job, the command and the ranks' variables, and no secret."""
+    program = tmp_path / "program.py"
+    program.write_text("raise SystemExit('started')")
+    set_all(monkeypatch, {**STEP, "FERRODIST_SECRET": "hidden", "OMP_NUM_THREADS": ""})
+    assert main(["run", "--dry-run", "--nproc-per-node", "2", "--tee", "1", str(program), "an argument"]) == 0
+    shown = capsys.readouterr().out
+    assert "job: 6 ranks on 3 hosts, of which this is number 2, which Slurm told\n" in shown
+    assert "ranks here: 4 to 5\n" in shown
+    assert "rank 0 listens at node08, " in shown
+    assert f"{program} 'an argument'\n" in shown
+    assert "variables of rank 5: RANK=5 LOCAL_RANK=1 ROLE_RANK=5\n" in shown
+    assert "hidden" not in shown
