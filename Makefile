@@ -1,6 +1,7 @@
 # make demo    train a real model over two ranks, and plot it
 # make test    run the tests, with one summary at the end
 # make test-programs  run examples, demo, benchmark, MPI, Hugging Face's models, torch.compile and torch's own suite
+# make slurm   install Slurm for one of these, on Debian and as root
 # make sanitize  run the native tests under the sanitizers
 # make test-torch TORCH=2.15.0  run the tests that touch torch's insides with another torch, in an environment of its own
 # make zoo     distribute models of many families in each way, against one process (takes long)
@@ -17,9 +18,10 @@ INSTALLED := $(VENV)/.installed
 
 TORCH ?= 2.15.0
 TORCH_VENV := .venv-torch-$(TORCH)
+HAS_SLURM := PATH="$$PATH:/usr/sbin" command -v slurmctld > /dev/null
 TORCH_INSTALLED := $(TORCH_VENV)/.installed
 
-.PHONY: demo test test-programs test-torch native sanitize zoo bench growth check format support operators clean
+.PHONY: demo test test-programs slurm test-torch native sanitize zoo bench growth check format support operators clean
 
 demo: $(INSTALLED)
 	$(BIN)/ferrodist demo
@@ -29,7 +31,12 @@ test: $(INSTALLED) native
 	$(BIN)/python tools/run_tests.py
 
 test-programs: $(INSTALLED)
+	@$(HAS_SLURM) || [ "$$(id -u)" != 0 ] || ! command -v apt-get > /dev/null || $(MAKE) slurm || true
 	$(BIN)/python tools/run_tests.py --part programs
+
+# Slurm, of Debian, for tests/programs/test_slurm.py; without it they are skipped.
+slurm:
+	apt-get install -y -q --no-install-recommends slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
 # The tests that touch torch's internals, with any torch. The results go to docs/torch-versions, and from there into the
 # table of docs/torch-backend.md. An environment takes 1 to 6 GB: remove it afterwards.

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.launch.cluster import INDEX_VARIABLE, find_place
+from ferrodist.launch.cluster import INDEX_VARIABLE, find_hosts
 from ferrodist.launch.cpu_binding import BindPolicy
 from ferrodist.launch.host_limits import usable_cores
 from ferrodist.launch.rank_logs import PREFIX_VARIABLE, LogOptions, StreamChoice, split_filters
@@ -169,7 +169,7 @@ def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
     if arguments.module and arguments.no_python:
         raise ValueError("--module and --no-python exclude each other; give the one that fits the program")
     given = (arguments.nnodes, arguments.node_rank, arguments.master_addr, arguments.rdzv_endpoint)
-    place = find_place(os.environ) if not arguments.standalone and all(one is None for one in given) else None
+    step = find_hosts(os.environ) if not arguments.standalone and all(one is None for one in given) else None
     nnodes = 1 if arguments.nnodes is None else arguments.nnodes
     if nnodes > 1 and arguments.node_rank is None and os.environ.get(INDEX_VARIABLE, "").isdecimal():
         arguments.node_rank = int(os.environ[INDEX_VARIABLE])
@@ -186,10 +186,10 @@ def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
             raise ValueError("--rdzv-endpoint is the same as --master-addr and --master-port; give one or the other")
         address, port = _split_endpoint(arguments.rdzv_endpoint)
     run_id, node_rank, source = arguments.rdzv_id, arguments.node_rank, ""
-    if place is not None:
-        nnodes, node_rank, address, source = place.nnodes, place.node_rank, place.master_addr, place.source
-        port = place.master_port if port is None else port
-        run_id = place.run_id if run_id is None else run_id
+    if step is not None:
+        nnodes, node_rank, address, source = step.num_hosts, step.host, step.first_host, "Slurm"
+        port = step.port if port is None else port
+        run_id = step.name if run_id is None else run_id
     grace = arguments.timeout_before_kill
     return LaunchSpec(
         program=command[0],

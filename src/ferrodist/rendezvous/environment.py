@@ -1,4 +1,4 @@
-"""The launcher's environment variables, in torchrun's names."""
+"""The launcher's environment variables, in torchrun's names; of a task of a Slurm step without them, what they'd be."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import InvalidRankError, InvalidWorldSizeError, RendezvousError
+from ferrodist.rendezvous.slurm import SlurmStep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,7 +52,7 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Read the launcher's variables.
+    """Read the launcher's variables, or those of a Slurm step if neither RANK nor WORLD_SIZE is set.
 
     Args:
         variables: The variables; None is the process's environment.
@@ -62,6 +63,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         InvalidWorldSizeError: A world size is below 1.
     """
     variables = os.environ if variables is None else variables
+    if not (variables.get("RANK") or variables.get("WORLD_SIZE")):
+        variables = {**_variables_of_step(variables), **variables}
     error_file = variables.get("TORCHELASTIC_ERROR_FILE")
     environment = Environment(
         rank=_parse_int(variables, "RANK"),
@@ -81,6 +84,23 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     if environment.master_port is not None and not 0 <= environment.master_port <= 65535:
         raise RendezvousError(f"MASTER_PORT={environment.master_port} is not a port; set it to a free one, 1 to 65535")
     return environment
+
+
+def _variables_of_step(variables: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's variables of a task of a Slurm step; {} outside of one."""
+    step = SlurmStep.find(variables)
+    if step is None:
+        return {}
+    return {
+        "RANK": str(step.task),
+        "WORLD_SIZE": str(step.num_tasks),
+        "LOCAL_RANK": str(step.local_task),
+        "LOCAL_WORLD_SIZE": str(step.num_local_tasks),
+        "GROUP_RANK": str(step.host),
+        "MASTER_ADDR": "127.0.0.1" if step.num_hosts == 1 else step.first_host,
+        "MASTER_PORT": str(step.port),
+        "TORCHELASTIC_RUN_ID": step.name,
+    }
 
 
 def _parse_int(variables: Mapping[str, str], name: str) -> int | None:

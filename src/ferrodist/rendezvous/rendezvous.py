@@ -234,8 +234,8 @@ def _make_request(
 def _unset_variables_error(values: dict[str, Any], instead: str) -> RendezvousError:
     missing = " and ".join(name for name, value in values.items() if value is None)
     return RendezvousError(
-        f"the environment does not say {missing}: start the program with torchrun or `python -m ferrodist run`, or"
-        f" {instead}"
+        f"the environment does not say {missing}: start the program with torchrun, `python -m ferrodist run` or srun,"
+        f" or {instead}"
     )
 
 

@@ -7,14 +7,17 @@ import os
 import pytest
 
 from ferrodist.cli.main import build_parser, main
-from ferrodist.launch.cluster import find_place, first_host, lone_host_warning
+from ferrodist.launch.cluster import find_hosts, lone_host_warning
 from ferrodist.launch.options import spec_from_arguments
 
 STEP = {
     "SLURM_JOB_NUM_NODES": "4",
     "SLURM_STEP_NUM_NODES": "3",
     "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
     "SLURM_NODEID": "2",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
     "SLURM_STEP_NODELIST": "node[08-09,20]",
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_ID": "1",
@@ -44,12 +47,12 @@ def test_a_step_on_several_hosts(monkeypatch):
     spec = parse("--nproc-per-node", "2", __file__)
     assert (spec.nnodes, spec.node_rank, spec.master_addr) == (3, 2, "node08")
     assert (spec.run_id, spec.world_size, spec.global_rank(0)) == ("slurm-4711-1", 6, 4)
-    others = [find_place({**STEP, "SLURM_NODEID": str(host)}) for host in range(3)]
-    assert {other.master_port for other in others if other is not None} == {spec.master_port}
-    another = find_place({**STEP, "SLURM_STEP_ID": "2"})
+    others = [find_hosts({**STEP, "SLURM_NODEID": str(host)}) for host in range(3)]
+    assert {other.port for other in others if other is not None} == {spec.master_port}
+    another = find_hosts({**STEP, "SLURM_STEP_ID": "2"})
     assert another is not None
-    assert another.master_port != spec.master_port
-    assert 20_000 <= another.master_port < 30_000
+    assert another.port != spec.master_port
+    assert 20_000 <= another.port < 30_000
 
 
 def test_options_come_before_what_the_cluster_says(monkeypatch):
@@ -64,37 +67,17 @@ def test_options_come_before_what_the_cluster_says(monkeypatch):
         parse(__file__)
 
 
-@pytest.mark.parametrize(
-    "variables", [{}, {**STEP, "SLURM_STEP_NUM_NODES": "1"}, {**STEP, "SLURM_STEP_NUM_NODES": "x"}]
-)
-def test_no_step_on_several_hosts(variables):
+def test_no_step_on_several_hosts():
     """Then the job has one host, unless options say otherwise."""
-    assert find_place(variables) is None
+    alone = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    assert find_hosts({}) is None
+    assert find_hosts({**STEP, **alone, "SLURM_NODEID": "0"}) is None
 
 
-def test_steps_that_do_not_fit():
-    """Several tasks on a host would each start all of its ranks."""
+def test_several_tasks_on_a_host():
+    """Each would start all ranks of its host."""
     with pytest.raises(ValueError, match=r"srun has started 6 tasks on 3 hosts.*use srun --ntasks-per-node 1"):
-        find_place({**STEP, "SLURM_STEP_NUM_TASKS": "6"})
-    with pytest.raises(ValueError, match="without SLURM_NODEID, SLURM_JOB_ID: give --nnodes"):
-        find_place({**STEP, "SLURM_NODEID": "", "SLURM_JOB_ID": ""})
-    with pytest.raises(ValueError, match="is no list of hosts: give --master-addr"):
-        find_place({**STEP, "SLURM_STEP_NODELIST": "[]"})
-
-
-@pytest.mark.parametrize(
-    ("hosts", "first"),
-    [
-        ("alone", "alone"),
-        ("a,b", "a"),
-        ("n[3,5]", "n3"),
-        ("node[008-011,020],gpu1", "node008"),
-        ("rack1-[7-9]-ib.site.org,x", "rack1-7-ib.site.org"),
-    ],
-)
-def test_lists_of_hosts(hosts, first):
-    """Slurm writes numbers in brackets, with the zeros in front of them."""
-    assert first_host(hosts) == first
+        find_hosts({**STEP, "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3,2,1"})
 
 
 def test_one_host_of_a_job_warns():

@@ -121,9 +121,8 @@ def check_job(
 
 def _launched_world_size(variables: Mapping[str, str]) -> tuple[int | None, str]:
     """The world size according to a launcher, and the variable that says so; None without one."""
-    size = read_environment(variables).world_size
-    if size is not None:
-        return size, " (WORLD_SIZE)"
+    if variables.get("WORLD_SIZE"):
+        return read_environment(variables).world_size, " (WORLD_SIZE)"
     for name in _WORLD_SIZE_VARIABLES:
         text = variables.get(name, "")
         if text.isdecimal() and int(text) > 1:
