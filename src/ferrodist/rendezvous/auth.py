@@ -177,17 +177,36 @@ def connect(
             failure = error
         if warning.expired:
             _log.warning(
-                "rank %s waits for the %s, which is not there yet, after %s; the last attempt: %s",
-                *(hello.rank, where, Elapsed.of(deadline), failure),
+                "rank %s waits for the %s, which is not there yet, after %s; the last attempt: %s. %s",
+                *(hello.rank, where, Elapsed.of(deadline), failure, _explain_failure(failure, host, port)),
             )
             warning = Deadline(math.inf)
         time.sleep(min(backoff, deadline.remaining()))
         backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
     raise DistributedTimeoutError(
         f"rank {hello.rank} could not connect to the {where} within {deadline.elapsed():.2f} s (limit "
-        f"{deadline.timeout:.2f} s); the last attempt: {failure or 'none was possible'}. Check that the "
-        "process that should listen there runs, and that this host can reach it."
+        f"{deadline.timeout:.2f} s); the last attempt: {failure or 'none was possible'}."
+        f" {_explain_failure(failure, host, port)}"
     )
+
+
+def _explain_failure(failure: OSError | None, host: str, port: int) -> str:
+    """What an attempt to connect that failed so may mean, and what to check; a sentence."""
+    if isinstance(failure, ConnectionRefusedError):
+        return (
+            f"The host answers, and nothing listens at its port {port}: check that the process that should has started"
+            " and still runs there, and that no firewall rejects the port."
+        )
+    if isinstance(failure, socket.gaierror):
+        return f"This host does not know the name {host!r}: check its spelling, or give the address."
+    if isinstance(failure, TimeoutError):  # also of a host that does not answer
+        return (
+            f"Nothing answers at {host}: check the address, that the host can be reached from this one (ping), that no"
+            f" firewall drops TCP connections to port {port}, and that no other program listens there."
+        )
+    if failure is not None and failure.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return f"There is no way from this host to {host}: check the address, and the interface that leads there."
+    return "Check that the process that should listen there runs, and that this host can reach it."
 
 
 def check_hello(hello: Hello) -> None:

@@ -1,6 +1,7 @@
 """The handshake: both directions, and each way in which it can fail."""
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -339,6 +340,28 @@ def test_connect_names_what_it_could_not_reach(free_port):
     assert time.monotonic() - started < 5
     with pytest.raises(NoConnectionError, match=r"refused"):
         dial(port, timeout=60, retry_refused=False)
+
+
+@pytest.mark.parametrize(
+    ("failure", "advice"),
+    [
+        (ConnectionRefusedError(111, "refused"), "The host answers, and nothing listens at its port 7: "),
+        (socket.gaierror(-2, "unknown"), "This host does not know the name 'there': "),
+        (TimeoutError("timed out"), "Nothing answers at there: .* no firewall drops TCP connections to port 7"),
+        (OSError(errno.ETIMEDOUT, "timed out"), "Nothing answers at there: "),
+        (OSError(errno.EHOSTUNREACH, "no route"), "There is no way from this host to there: "),
+        (ConnectionResetError(104, "reset"), "Check that the process that should listen there runs"),
+    ],
+)
+def test_connect_says_what_a_failure_may_mean(failure, advice, monkeypatch):
+    """Each kind of failure has something else to check."""
+
+    def fail(*_args):
+        raise failure
+
+    monkeypatch.setattr(auth, "_attempt", fail)
+    with pytest.raises(DistributedTimeoutError, match=rf"group at there:7 .* the last attempt: .*\. {advice}"):
+        connect("there", 7, secret=b"s", hello=HELLO, deadline=Deadline(0.05))
 
 
 def test_connect_names_an_ipv6_address_in_brackets(free_port):
