@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +120,8 @@ def test_a_log_file_that_cannot_be_written(script, tmp_path, capfd, monkeypatch)
     """The ranks go on and are shown; the exit code says that the output is not whole."""
 
     class FullFile:
+        name = "full.log"
+
         def write(self, data: bytes) -> None:
             raise OSError(28, "No space left on device")
 
@@ -129,9 +133,52 @@ def test_a_log_file_that_cannot_be_written(script, tmp_path, capfd, monkeypatch)
 
     monkeypatch.setattr(rank_logs, "_open", lambda _path: FullFile())
     monkeypatch.setenv("PYTHONPATH", str(SOURCE))
-    choice = rank_logs.StreamChoice.parse("--tee", "1")
+    choice = rank_logs.StreamChoice.parse("1")
     spec = LaunchSpec(program=script, logs=rank_logs.LogOptions(folder=tmp_path / "logs", tee=choice))
     assert launch(spec) == 1
     shown = capfd.readouterr()
     assert "unfinished" in shown.out
-    assert "the output of the ranks is not whole: [Errno 28] No space left on device" in shown.err
+    assert "the output of the ranks is not whole: [Errno 28] No space left on device: 'full.log'" in shown.err
+
+
+def test_an_error_of_an_earlier_start_counts(script, tmp_path):
+    """A file that was cut before the restart is not whole, though the job succeeded."""
+    path = tmp_path / "restarted.py"
+    path.write_text(
+        "import os, sys\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    os.write(1, b'a' * 3000)\n"
+        "    sys.exit(3)\n"
+    )
+    command = [sys.executable, "-m", "ferrodist", "run", "--max-restarts", "1", "-r", "1"]
+    shell = f"ulimit -f 1; {' '.join(command)} --log-dir {tmp_path / 'logs'} {path}"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(["bash", "-c", shell], env=environment, capture_output=True, timeout=LIMIT, check=False)
+    assert done.returncode == 1, done.stderr
+    assert b"the output of the ranks is not whole: [Errno 27] File too large: '" in done.stderr
+    assert files_in(tmp_path / "logs")["attempt_0/0/stdout.log"] == b"a" * 1024
+
+
+def test_filters_see_lines_and_not_what_is_shown(tmp_path):
+    """On a terminal a prompt is shown before its line ends, in colours; the file has the line, without them."""
+    path = tmp_path / "prompt.py"
+    path.write_text("import time\nprint('loss: ', end='', flush=True)\ntime.sleep(0.5)\nprint('0.5')\nprint('rank')\n")
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-m", "ferrodist", "run", "--duplicate-stdout-filters", "loss,0]"]
+    with subprocess.Popen(
+        [*command, "--log-dir", str(tmp_path / "logs"), str(path)],
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "TERM": "xterm"},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    ) as launcher:
+        os.close(terminal)
+        shown = b""
+        with contextlib.suppress(OSError):  # the terminal's end
+            while data := os.read(controller, 4096):
+                shown += data
+        assert launcher.wait(LIMIT) == 0
+    os.close(controller)
+    assert b"\x1b[" in shown
+    assert files_in(tmp_path / "logs")["attempt_0/filtered_stdout.log"] == b"[rank 0] loss: 0.5\n"

@@ -161,8 +161,8 @@ def _usage_errors(function: Callable[[argparse.Namespace], _T], arguments: argpa
 
 def _run(arguments: argparse.Namespace) -> int:
     spec = _usage_errors(spec_from_arguments, arguments)
-    if spec.nnodes == 1:
-        print_warning(lone_host_warning(os.environ))
+    if arguments.nnodes is None and not arguments.standalone and (warning := lone_host_warning(os.environ)):
+        print_warning(warning)
     if arguments.dry_run:
         write_stdout(describe_launch(spec))
         return 0

@@ -17,11 +17,18 @@ def find_hosts(environment: Mapping[str, str]) -> SlurmStep | None:
     """The Slurm step on several hosts in which this launcher is one of the tasks; None outside of one.
 
     Raises:
-        ValueError: The step has several tasks on a host.
+        ValueError: The step has several tasks on a host, or its variables are not understood.
     """
-    step = SlurmStep.find(environment)
-    if step is None or step.num_hosts == 1:
+    num_hosts = environment.get("SLURM_STEP_NUM_NODES", "")
+    if not num_hosts.isdecimal() or int(num_hosts) < 2:
         return None
+    step = SlurmStep.find(environment)
+    if step is None:
+        raise ValueError(
+            f"this is a Slurm step on {num_hosts} hosts whose variables don't tell this one's place"
+            f" (SLURM_STEP_NODELIST={environment.get('SLURM_STEP_NODELIST', '')!r}): give --nnodes, --node-rank,"
+            " --master-addr and --master-port, or --nnodes 1"
+        )
     if step.num_tasks != step.num_hosts:
         raise ValueError(
             f"srun has started {step.num_tasks} tasks on {step.num_hosts} hosts, and `ferrodist run` starts all ranks"

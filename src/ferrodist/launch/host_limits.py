@@ -22,12 +22,13 @@ def usable_cores() -> int:
     return max(1, math.floor(min(cores, cpu_quota())))
 
 
-def rank_limit() -> tuple[float, str]:
+def rank_limit(num_files: int = 0) -> tuple[float, str]:
     """Return the most ranks that can be started (math.inf without a limit), and that limit with how to see it.
 
-    It is the narrower of the limits on processes and on descriptors; usage by others is not counted.
+    It is the narrower of the limits on processes and on descriptors; usage by others is not counted, but for
+    ``num_files`` that this process will open.
     """
-    descriptors = (_soft_limit(resource.RLIMIT_NOFILE) - _DESCRIPTORS_RESERVED) / _DESCRIPTORS_PER_RANK
+    descriptors = (_soft_limit(resource.RLIMIT_NOFILE) - _DESCRIPTORS_RESERVED - num_files) / _DESCRIPTORS_PER_RANK
     # The kernel does not hold root to its number of processes.
     processes = math.inf if os.geteuid() == 0 else _soft_limit(resource.RLIMIT_NPROC)
     if descriptors <= processes:
@@ -36,9 +37,9 @@ def rank_limit() -> tuple[float, str]:
     return processes, "processes (ulimit -u)"
 
 
-def check_rank_count(option: str, count: int) -> None:
-    """Raise ValueError, naming the command-line option, if this host does not allow so many ranks."""
-    most, reason = rank_limit()
+def check_rank_count(option: str, count: int, num_files: int = 0) -> None:
+    """Raise ValueError, naming the command-line option, if this host does not allow so many ranks and open files."""
+    most, reason = rank_limit(num_files)
     if count > most:
         raise ValueError(
             f"{option} {count} is more than this host allows: {counted(most, 'rank')},"

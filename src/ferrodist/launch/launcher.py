@@ -61,6 +61,7 @@ def launch(spec: LaunchSpec) -> int:
     logs = JobLogs(spec.logs, run_id)
     if logs.folder is not None:
         print_warning(f"ferrodist: logs are in {logs.folder}\n")
+    output_error: OSError | None = None
     with _sinks(spec) as sinks, SignalInbox(spec.stop_signals) as inbox:
         for restart_count in range(max_attempts):
             with contextlib.nullcontext(spec.master_port) if spec.master_port else reserved_port() as port:
@@ -69,14 +70,15 @@ def launch(spec: LaunchSpec) -> int:
                     master_addr=address, master_port=port, run_id=run_id, secret=secret, restart_count=restart_count
                 )
                 outcome = _run_attempt(spec, attempt, bound, inbox=inbox, sinks=sinks, logs=logs)
+            output_error = output_error or outcome.output_error
             restarts = outcome.first_failure is not None and outcome.stopped_by is None
             failed = outcome.first_failure
             folder = None if failed is None else logs.folder_of(restart_count, failed.rank - spec.global_rank(0))
             _report(outcome, restart_count + 1, max_attempts, folder)
             if not restarts:
                 break
-    if outcome.output_error is not None:
-        print_warning(f"ferrodist: the output of the ranks is not whole: {outcome.output_error}\n")
+    if output_error is not None:
+        print_warning(f"ferrodist: the output of the ranks is not whole: {output_error}\n")
         return outcome.exit_code or 1
     return outcome.exit_code
 
@@ -94,7 +96,7 @@ def _run_attempt(
     command = spec.command()
     with naming_limits("the ranks could not be started", kind=RankFailedError):
         server = PmiServer(spec.world_size) if spec.mpi is MpiLauncher.PMI else contextlib.nullcontext()
-        files = logs.attempt(attempt.restart_count, spec.nproc_per_node)
+        files = logs.attempt(attempt.restart_count, spec)
     with server as pmi, files:
         ranks = (
             RankProcess(
@@ -136,7 +138,7 @@ def _sinks(spec: LaunchSpec) -> Iterator[Sinks]:
     stderr = _duplicate(None if sys.__stderr__ is None else _STDERR)
     try:
         alone_on_terminal = spec.world_size == 1 and os.isatty(stdout)
-        yield Sinks(stdout=stdout, stderr=stderr, prefixed=not (alone_on_terminal and spec.logs.is_default))
+        yield Sinks(stdout=stdout, stderr=stderr, prefixed=not alone_on_terminal or spec.logs.needs_pipes)
     finally:
         os.close(stdout)
         os.close(stderr)

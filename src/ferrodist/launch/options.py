@@ -13,7 +13,8 @@ from ferrodist.launch.cpu_binding import BindPolicy
 from ferrodist.launch.host_limits import usable_cores
 from ferrodist.launch.rank_logs import PREFIX_VARIABLE, LogOptions, StreamChoice, split_filters
 from ferrodist.launch.signals import STOP_SIGNALS
-from ferrodist.launch.spec import DEFAULT_TIMEOUT_BEFORE_KILL, LaunchSpec, MpiLauncher, ProgramKind
+from ferrodist.launch.spec import DEFAULT_ROLE, DEFAULT_TIMEOUT_BEFORE_KILL, LaunchSpec, MpiLauncher, ProgramKind
+from ferrodist.launch.torchrun_variables import take_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,10 +96,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_log_arguments(option: Callable[..., None]) -> None:
     """Declare the options for the ranks' output."""
-    option("--log-dir", Path, "DIR", "folder of log files, in which each job gets one of its own (default: temporary)")
+    option("--log-dir", _folder, "DIR", "folder in which each job has one for its log files (default: temporary)")
     streams = "1 (stdout), 2 (stderr) or 3 (both), or local ranks' as in 0:3,1:2"
-    option("--redirects", str, "STREAMS", f"streams that go to log files alone: {streams}", "-r")
-    option("--tee", str, "STREAMS", "streams that go to log files, too; as --redirects", "-t")
+    option("--redirects", _streams, "STREAMS", f"streams that go to log files alone: {streams}", "-r")
+    option("--tee", _streams, "STREAMS", "streams that go to log files, too; as --redirects", "-t")
     option("--local-ranks-filter", _local_ranks, "LIST", "local ranks whose output is shown, as 0,2 (default all)")
     for stream in ("stdout", "stderr"):
         text = f"texts, with commas: lines of {stream} that contain one also go to a file filtered_{stream}.log"
@@ -111,7 +112,20 @@ def _add_log_arguments(option: Callable[..., None]) -> None:
     )
 
 
-def _local_ranks(text: str) -> frozenset[int]:
+def _folder(text: str) -> Path | None:
+    return Path(text) if text else None
+
+
+def _streams(text: str) -> StreamChoice:
+    try:
+        return StreamChoice.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _local_ranks(text: str) -> frozenset[int] | None:
+    if not text:
+        return None
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and len(word) < len("1000000000") for word in words):
         raise argparse.ArgumentTypeError(f"invalid value: {text!r}; give local ranks with commas, as 0,2")
@@ -124,8 +138,8 @@ def _signals(text: str) -> frozenset[signal.Signals]:
         name = word.strip().upper()
         if name not in signal.Signals.__members__:
             raise argparse.ArgumentTypeError(f"there is no signal {word.strip()!r}; give names as SIGTERM,SIGUSR1")
-        if signal.Signals[name] in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
-            raise argparse.ArgumentTypeError(f"{name} can't be handled; leave it out")
+        if signal.Signals[name] in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE):
+            raise argparse.ArgumentTypeError(f"{name} can't end the ranks; leave it out")
         found.add(signal.Signals[name])
     return frozenset(found)
 
@@ -161,15 +175,14 @@ def _rendezvous_backend(text: str) -> str:
 
 def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
     """Convert parsed arguments to a spec."""
-    _take_variables(arguments)
+    take_variables(arguments, {name: advice for names, advice in _UNSUPPORTED.items() for name in names})
     if arguments.run_path:  # as torchrun's, which takes precedence
         if arguments.module:
             raise ValueError("--module and --run-path exclude each other; give the one that fits the program")
         arguments.no_python = False
     if arguments.module and arguments.no_python:
         raise ValueError("--module and --no-python exclude each other; give the one that fits the program")
-    given = (arguments.nnodes, arguments.node_rank, arguments.master_addr, arguments.rdzv_endpoint)
-    step = find_hosts(os.environ) if not arguments.standalone and all(one is None for one in given) else None
+    step = find_hosts(os.environ) if arguments.nnodes is None and not arguments.standalone else None
     nnodes = 1 if arguments.nnodes is None else arguments.nnodes
     if nnodes > 1 and arguments.node_rank is None and os.environ.get(INDEX_VARIABLE, "").isdecimal():
         arguments.node_rank = int(os.environ[INDEX_VARIABLE])
@@ -187,7 +200,9 @@ def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
         address, port = _split_endpoint(arguments.rdzv_endpoint)
     run_id, node_rank, source = arguments.rdzv_id, arguments.node_rank, ""
     if step is not None:
-        nnodes, node_rank, address, source = step.num_hosts, step.host, step.first_host, "Slurm"
+        nnodes, source = step.num_hosts, "Slurm"
+        node_rank = step.host if node_rank is None else node_rank
+        address = step.first_host if address is None else address
         port = step.port if port is None else port
         run_id = step.name if run_id is None else run_id
     grace = arguments.timeout_before_kill
@@ -207,38 +222,23 @@ def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
         mpi=None if arguments.mpi is None else MpiLauncher(arguments.mpi),
         bind=BindPolicy(arguments.bind),
         logs=_log_options(arguments),
-        role="default" if arguments.role is None else arguments.role,
+        role=arguments.role or DEFAULT_ROLE,
         virtual_local_rank=arguments.virtual_local_rank,
         stop_signals=STOP_SIGNALS if arguments.signals_to_handle is None else arguments.signals_to_handle,
         place_source=source,
     )
 
 
-def _take_variables(arguments: argparse.Namespace) -> None:
-    """Take options that are not given from torchrun's variables, such as PET_NNODES; 1 stands for an option alone."""
-    for action in arguments.parser._actions:  # noqa: SLF001 - argparse has no public list
-        text = os.environ.get(f"PET_{action.dest.upper()}")
-        if text is None or getattr(arguments, action.dest, None) not in (None, False):
-            continue
-        if action.nargs == 0:
-            setattr(arguments, action.dest, text == "1")
-            continue
-        try:
-            setattr(arguments, action.dest, text if action.type is None else action.type(text))
-        except (ValueError, argparse.ArgumentTypeError) as error:
-            raise ValueError(f"PET_{action.dest.upper()}={text!r}: {error}") from None
-
-
 def _log_options(arguments: argparse.Namespace) -> LogOptions:
     template = arguments.log_line_prefix_template
     return LogOptions(
         folder=arguments.log_dir,
-        redirects=StreamChoice.parse("--redirects", arguments.redirects or "0"),
-        tee=StreamChoice.parse("--tee", arguments.tee or "0"),
+        redirects=arguments.redirects or StreamChoice(),
+        tee=arguments.tee or StreamChoice(),
         shown_ranks=arguments.local_ranks_filter,
         stdout_filters=arguments.duplicate_stdout_filters or (),
         stderr_filters=arguments.duplicate_stderr_filters or (),
-        prefix=os.environ.get(PREFIX_VARIABLE) if template is None else template,
+        prefix=template or os.environ.get(PREFIX_VARIABLE) or None,
     )
 
 

@@ -148,6 +148,7 @@ class _Route:
     sink: int
     prompts: bool
     output: StreamOutput
+    lines: LinePrefixer | None  # of the stream as it is, if they are filtered
 
 
 class OutputPump:
@@ -182,7 +183,8 @@ class OutputPump:
         ``output`` says whether the sink gets it, and which files do; None is the sink alone.
         """
         output = StreamOutput() if output is None else output
-        self._routes[source] = _Route(prefixer, sink, prompts and output.is_shown, output)
+        lines = LinePrefixer(b"") if output.is_filtered else None
+        self._routes[source] = _Route(prefixer, sink, prompts and output.is_shown, output, lines)
 
     @property
     def sources(self) -> frozenset[int]:
@@ -269,26 +271,26 @@ class OutputPump:
             if route.prompts and route is not self._prompter:
                 self._interrupt_prompt()
                 self._prompter = route
-            self._forward(route, data, route.prefixer.feed(data))
+            self._forward(
+                route, data, route.prefixer.feed(data), b"" if route.lines is None else route.lines.feed(data)
+            )
         else:
             self._end(source)
 
     def _end(self, source: int) -> None:
         route = self._routes.pop(source)
-        self._forward(route, b"", route.prefixer.flush())
+        self._forward(route, b"", route.prefixer.flush(), b"" if route.lines is None else route.lines.flush())
         if route is self._prompter:
             self._prompter = None
         os.close(source)
 
-    def _forward(self, route: _Route, data: bytes, lines: bytes) -> None:
-        """Write bytes and the lines that they completed to their files, and queue the lines for the sink."""
-        try:
-            route.output.write(data, lines)
-        except OSError as error:
-            self.error = self.error or error
-            route.output.log = route.output.filtered = None
+    def _forward(self, route: _Route, data: bytes, shown: bytes, lines: bytes) -> None:
+        """Write bytes, and the lines that they completed, to their files, and queue lines for the sink."""
+        self.error = self.error or route.output.write(data)
+        for line in lines.splitlines():
+            self.error = self.error or route.output.write_line(line)
         if route.output.is_shown:
-            self._enqueue(route, lines)
+            self._enqueue(route, shown)
 
     def _enqueue(self, route: _Route, data: bytes) -> None:
         if not data:

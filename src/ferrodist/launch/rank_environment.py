@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrodist.deadline import TIMEOUT_VARIABLE
-from ferrodist.launch.spec import VISIBLE_DEVICES_VARIABLE, visible_devices
+from ferrodist.launch.rank_logs import ERROR_FILE_VARIABLE
+from ferrodist.launch.spec import HIP_DEVICES_VARIABLE, VISIBLE_DEVICES_VARIABLE, visible_devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -66,6 +67,8 @@ def launch_environment(spec: LaunchSpec, base: Mapping[str, str], cores: int) ->
 
     OMP_NUM_THREADS shares the cores evenly unless the user has set it.
     """
+    # An outer launcher's file of errors is not these ranks'.
+    base = {name: value for name, value in base.items() if name != ERROR_FILE_VARIABLE}
     environment = {**base, "WORLD_SIZE": str(spec.world_size), "PYTHONUNBUFFERED": "1"}
     if spec.timeout is not None:
         environment[TIMEOUT_VARIABLE] = f"{spec.timeout:g}"
@@ -91,6 +94,7 @@ def rank_environment(
     return {
         **launch_environment(spec, base, cores),
         **({VISIBLE_DEVICES_VARIABLE: devices[local_rank]} if devices else {}),
+        **({HIP_DEVICES_VARIABLE: devices[local_rank]} if devices and base.get(HIP_DEVICES_VARIABLE) else {}),
         "RANK": rank,
         "LOCAL_RANK": "0" if devices else str(local_rank),
         "LOCAL_WORLD_SIZE": str(spec.nproc_per_node),

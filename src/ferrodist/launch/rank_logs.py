@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from ferrodist.launch.spec import LaunchSpec
+
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """The variable that names the file in which torch's ``record`` writes a rank's exception."""
 
@@ -48,17 +50,17 @@ class StreamChoice:
     by_local_rank: Mapping[int, Streams] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, option: str, text: str) -> Self:
+    def parse(cls, text: str) -> Self:
         """Parse "3", or "0:1,1:2". Raises ValueError for anything else."""
         if re.fullmatch(r"[0-3]", text):
             return cls(Streams(int(text)))
         chosen: dict[int, Streams] = {}
         for part in text.split(","):
             found = re.fullmatch(r"(\d{1,9}):([0-3])", part.strip())
-            if found is None:
+            if found is None or int(found[1]) in chosen:
                 raise ValueError(
-                    f"{option} must be 1 (stdout), 2 (stderr) or 3 (both), or such a number for each local rank, as in"
-                    f" 0:3,1:2; not {text!r}"
+                    "must be 1 (stdout), 2 (stderr) or 3 (both), or one such number for each local rank, as in 0:3,1:2;"
+                    f" not {text!r}"
                 )
             chosen[int(found[1])] = Streams(int(found[2]))
         return cls(by_local_rank=chosen)
@@ -100,7 +102,7 @@ class LogOptions:
     prefix: str | None = None
 
     def __post_init__(self) -> None:
-        if self.folder is not None and self.folder.exists() and not self.folder.is_dir():
+        if self.folder is not None and self.folder.is_file():
             raise ValueError(f"--log-dir: {self.folder} is a file; name a folder")
         if self.prefix is not None:
             try:
@@ -125,15 +127,24 @@ class LogOptions:
                 )
 
     @property
-    def has_files(self) -> bool:
-        """Whether there are files to write."""
-        filters = self.stdout_filters or self.stderr_filters
-        return bool(self.folder is not None or filters or not (self.redirects.is_empty and self.tee.is_empty))
+    def has_folder(self) -> bool:
+        """Whether the job has a folder of files."""
+        return self.folder is not None or self._has_streams
 
     @property
-    def is_default(self) -> bool:
-        """Whether all output goes to the launcher's streams, with the usual prefix."""
-        return not self.has_files and self.shown_ranks is None and self.prefix is None
+    def needs_pipes(self) -> bool:
+        """Whether the ranks' output has to go through the launcher, and can't go to a terminal at once."""
+        return self._has_streams or self.shown_ranks is not None or self.prefix is not None
+
+    @property
+    def _has_streams(self) -> bool:
+        filters = self.stdout_filters or self.stderr_filters
+        return bool(filters or not (self.redirects.is_empty and self.tee.is_empty))
+
+    def num_files(self, num_ranks: int) -> int:
+        """The number of files that are open while so many ranks run."""
+        chosen = [self.redirects.of(rank) | self.tee.of(rank) for rank in range(num_ranks)]
+        return sum(each.value.bit_count() for each in chosen) + bool(self.stdout_filters) + bool(self.stderr_filters)
 
     def prefix_of(self, rank: int, local_rank: int, role: str) -> str | None:
         """The prefix of a rank's lines; None for the usual one."""
@@ -150,37 +161,48 @@ def split_filters(text: str) -> tuple[str, ...]:
 
 
 class JobLogs:
-    """The folder of a job's log files: ``FOLDER/RUN_ID_XXXX/attempt_N/LOCAL_RANK``, as torchrun has it."""
+    """The folder of a job's log files: ``FOLDER/RUN_ID_XXXX/attempt_N/LOCAL_RANK``, as torchrun has it.
+
+    Raises:
+        RankFailedError: The folder can't be made.
+    """
 
     def __init__(self, options: LogOptions, run_id: str) -> None:
         self.options = options
         self.folder: Path | None = None
-        if options.has_files:
-            name = re.sub(r"[^\w.-]", "_", run_id)[:64]
+        if options.has_folder:
+            name = re.sub(r"[^\w.-]", "_", run_id, flags=re.ASCII)[:64]
             with _naming_path(f"the folder of logs in {options.folder or tempfile.gettempdir()}"):
                 if options.folder is not None:
                     options.folder.mkdir(parents=True, exist_ok=True)
                 prefix = f"{name}_" if options.folder is not None else f"ferrodist_{name}_"
                 self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=options.folder)).absolute()
 
-    def attempt(self, number: int, num_ranks: int) -> AttemptLogs:
-        """Make the files of a start of all ranks; the first is 0."""
+    def attempt(self, number: int, spec: LaunchSpec) -> AttemptLogs:
+        """Make the files of a start of all ranks of this host; the first is 0. RankFailedError: one can't be made."""
         folder = None if self.folder is None else self.folder / f"attempt_{number}"
-        return AttemptLogs(self.options, folder, num_ranks)
+        return AttemptLogs(spec, folder)
 
     def folder_of(self, attempt: int, local_rank: int) -> Path | None:
-        """The folder of a rank's files; None without files."""
-        return None if self.folder is None else self.folder / f"attempt_{attempt}" / str(local_rank)
+        """The folder of a rank's files; None if it has none."""
+        if self.folder is None:
+            return None
+        folder = self.folder / f"attempt_{attempt}" / str(local_rank)
+        with contextlib.suppress(OSError):
+            return folder if any(folder.iterdir()) else None
+        return None
 
 
 class StreamOutput:
     """Where a stream of a rank goes.
 
-    ``is_shown``: to the launcher's own stream; ``log``: to this file, as it is; ``filtered``: lines with one of
-    ``filters`` to this file, with their prefix.
+    Args:
+        is_shown: Whether to the launcher's own stream.
+        log: The file for its bytes, if there is one.
+        filtered: The file for lines with one of ``filters``, if there is one.
+        filters: The texts.
+        prefix: The prefix of lines in the filtered file.
     """
-
-    __slots__ = ("filtered", "filters", "is_shown", "log")
 
     def __init__(
         self,
@@ -189,36 +211,56 @@ class StreamOutput:
         log: IO[bytes] | None = None,
         filtered: IO[bytes] | None = None,
         filters: tuple[bytes, ...] = (),
+        prefix: bytes = b"",
     ) -> None:
-        self.is_shown, self.log, self.filtered, self.filters = is_shown, log, filtered, filters
+        self.is_shown = is_shown
+        self._log, self._filtered, self._filters, self._prefix = log, filtered, filters, prefix
 
-    def write(self, data: bytes, lines: bytes) -> None:
-        """Write bytes of the stream, and the lines with prefix that they completed, to the files. Raises OSError."""
-        if self.log is not None:
-            self.log.write(data)
-        if self.filtered is not None:
-            for line in lines.splitlines(keepends=True):
-                if any(each in line for each in self.filters):
-                    self.filtered.write(line)
+    @property
+    def is_filtered(self) -> bool:
+        """Whether `write_line` is to be called."""
+        return self._filtered is not None
+
+    def write(self, data: bytes) -> OSError | None:
+        """Write bytes of the stream to its file; returns the error after which the file is dropped."""
+        error = None if self._log is None else _write_all(self._log, data)
+        self._log = None if error is not None else self._log
+        return error
+
+    def write_line(self, line: bytes) -> OSError | None:
+        """Write a line of the stream to the filtered file, if it has one of the texts; returns as `write`."""
+        if self._filtered is None or not any(each in line for each in self._filters):
+            return None
+        error = _write_all(self._filtered, self._prefix + line + b"\n")
+        self._filtered = None if error is not None else self._filtered
+        return error
 
 
-class AttemptLogs(contextlib.ExitStack):
-    """The open log files of a start of all ranks. RankFailedError: one can't be made."""
+class AttemptLogs:
+    """The open log files of a start of all ranks, which the ``with`` block closes."""
 
-    def __init__(self, options: LogOptions, folder: Path | None, num_ranks: int) -> None:
-        super().__init__()
-        self._options, self._folder = options, folder
-        self._filtered: dict[Streams, IO[bytes]] = {}
-        if folder is None:
-            return
+    def __init__(self, spec: LaunchSpec, folder: Path | None) -> None:
+        self._spec, self._folder = spec, folder
+        self._outputs: dict[tuple[int, Streams], StreamOutput] = {}
         with contextlib.ExitStack() as stack:
-            for local_rank in range(num_ranks):
+            filtered: dict[Streams, IO[bytes]] = {}
+            for local_rank in range(spec.nproc_per_node if folder is not None else 0):
+                assert folder is not None
                 with _naming_path(f"the folder of logs {folder}"):
                     (folder / str(local_rank)).mkdir(parents=True)
             for stream, filters in self._filters().items():
-                if filters:
-                    self._filtered[stream] = stack.enter_context(_open(folder / f"filtered_{_name(stream)}.log"))
-            self.push(stack.pop_all())
+                if filters and folder is not None:
+                    filtered[stream] = stack.enter_context(_open(folder / f"filtered_{_name(stream)}.log"))
+            for local_rank in range(spec.nproc_per_node):
+                for stream in (Streams.STDOUT, Streams.STDERR):
+                    self._outputs[local_rank, stream] = self._open_output(local_rank, stream, filtered, stack)
+            self._files = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._files.close()
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """The variables by which a rank finds its files."""
@@ -228,27 +270,45 @@ class AttemptLogs(contextlib.ExitStack):
 
     def output(self, local_rank: int, stream: Streams) -> StreamOutput:
         """Where a rank's standard output or standard error goes."""
-        options = self._options
-        is_redirected = stream in options.redirects.of(local_rank) and stream not in options.tee.of(local_rank)
-        is_logged = is_redirected or stream in options.tee.of(local_rank)
-        is_shown = not is_redirected and (options.shown_ranks is None or local_rank in options.shown_ranks)
+        return self._outputs[local_rank, stream]
+
+    def _open_output(
+        self, local_rank: int, stream: Streams, filtered: Mapping[Streams, IO[bytes]], stack: contextlib.ExitStack
+    ) -> StreamOutput:
+        options, rank = self._spec.logs, self._spec.global_rank(local_rank)
+        is_teed = stream in options.tee.of(local_rank)
+        is_redirected = stream in options.redirects.of(local_rank) and not is_teed
         log = None
-        if is_logged and self._folder is not None:
-            log = self.enter_context(_open(self._folder / str(local_rank) / f"{_name(stream)}.log"))
+        if (is_redirected or is_teed) and self._folder is not None:
+            log = stack.enter_context(_open(self._folder / str(local_rank) / f"{_name(stream)}.log"))
+        prefix = options.prefix_of(rank, local_rank, self._spec.role)
         return StreamOutput(
-            is_shown=is_shown,
+            is_shown=not is_redirected and (options.shown_ranks is None or local_rank in options.shown_ranks),
             log=log,
-            filtered=self._filtered.get(stream),
+            filtered=filtered.get(stream),
             filters=tuple(os.fsencode(each) for each in self._filters()[stream]),
+            prefix=os.fsencode(f"[rank {rank}] " if prefix is None else prefix),
         )
 
     def _filters(self) -> dict[Streams, tuple[str, ...]]:
-        return {Streams.STDOUT: self._options.stdout_filters, Streams.STDERR: self._options.stderr_filters}
+        options = self._spec.logs
+        return {Streams.STDOUT: options.stdout_filters, Streams.STDERR: options.stderr_filters}
 
 
 def _open(path: Path) -> IO[bytes]:
     with _naming_path(f"the log file {path}"):
         return path.open("ab", buffering=0)
+
+
+def _write_all(file: IO[bytes], data: bytes) -> OSError | None:
+    """Write bytes to an unbuffered file, which may take a part at a time; returns the error, with the file's name."""
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[file.write(view) :]
+    except OSError as error:
+        return OSError(error.errno, error.strerror, file.name)
+    return None
 
 
 @contextlib.contextmanager

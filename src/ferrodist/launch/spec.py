@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     import signal
     from collections.abc import Mapping
 
+DEFAULT_ROLE = "default"
 VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+HIP_DEVICES_VARIABLE = "HIP_VISIBLE_DEVICES"
+"""AMD's variable, which comes before the other one, as in torchrun."""
 
 DEFAULT_TIMEOUT_BEFORE_KILL = 5.0  # seconds between asking the ranks to end and SIGKILL
 
@@ -44,15 +47,16 @@ class MpiLauncher(enum.Enum):
 
 
 def visible_devices(num_ranks: int, environment: Mapping[str, str]) -> list[str]:
-    """The value of CUDA_VISIBLE_DEVICES with the GPU of each rank of this host; ValueError: it names too few."""
-    named = environment.get(VISIBLE_DEVICES_VARIABLE)
+    """The value of CUDA_VISIBLE_DEVICES with the GPU of each rank of this host; ValueError: there are too few."""
+    variable = HIP_DEVICES_VARIABLE if environment.get(HIP_DEVICES_VARIABLE) else VISIBLE_DEVICES_VARIABLE
+    named = environment.get(variable)
     if named is None:
         return [str(local_rank) for local_rank in range(num_ranks)]
     devices = [device for each in named.split(",") if (device := each.strip())]
     if len(devices) < num_ranks:
         raise ValueError(
             f"--virtual-local-rank gives each of the {counted(num_ranks, 'rank')} a GPU of its own, and"
-            f" {VISIBLE_DEVICES_VARIABLE}={named!r} names {len(devices)}"
+            f" {variable}={named!r} names {len(devices)}"
         )
     return devices[:num_ranks]
 
@@ -108,7 +112,7 @@ class LaunchSpec:
     mpi: MpiLauncher | None = None
     bind: BindPolicy = BindPolicy.NONE
     logs: LogOptions = field(default_factory=LogOptions)
-    role: str = "default"
+    role: str = DEFAULT_ROLE
     virtual_local_rank: bool = False
     stop_signals: frozenset[signal.Signals] = STOP_SIGNALS
     place_source: str = ""
@@ -122,7 +126,8 @@ class LaunchSpec:
             check_int(name, getattr(self, name))
         if self.nproc_per_node < 1:
             raise ValueError(f"--nproc-per-node must be 1 or more, not {self.nproc_per_node}")
-        check_rank_count("--nproc-per-node", self.nproc_per_node)
+        check_type(self.logs, LogOptions, "logs must be a LogOptions")
+        check_rank_count("--nproc-per-node", self.nproc_per_node, self.logs.num_files(self.nproc_per_node))
         if self.nnodes < 1:
             raise ValueError(f"--nnodes must be 1 or more, not {self.nnodes}")
         if self.max_restarts < 0:
@@ -142,7 +147,6 @@ class LaunchSpec:
         self._check_mpi()
         check_type(self.bind, BindPolicy, "bind must be a BindPolicy")
         bind_ranks(self.bind, self.nproc_per_node)
-        check_type(self.logs, LogOptions, "logs must be a LogOptions")
         self.logs.check_local_ranks(self.nproc_per_node)
         if self.virtual_local_rank:
             visible_devices(self.nproc_per_node, os.environ)  # raises if there are too few
@@ -183,13 +187,17 @@ class LaunchSpec:
             raise ValueError("--max-restarts goes with --mpi pmi: mpiexec starts its ranks once")
         if self.mpi is MpiLauncher.MPIEXEC and self.bind is not BindPolicy.NONE:
             raise ValueError("--bind goes with --mpi pmi: mpiexec binds the ranks that it starts; see its --bind-to")
-        if self.mpi is MpiLauncher.MPIEXEC and not self.logs.is_default:
+        if self.mpi is MpiLauncher.MPIEXEC and (self.logs.has_folder or self.logs.needs_pipes):
             raise ValueError(
                 "--log-dir, --redirects, --tee, filters and prefixes go with --mpi pmi: mpiexec carries its ranks'"
                 " output"
             )
         if self.mpi is MpiLauncher.MPIEXEC and self.virtual_local_rank:
             raise ValueError("--virtual-local-rank goes with --mpi pmi: mpiexec numbers the ranks that it starts")
+        if self.mpi is MpiLauncher.MPIEXEC and (self.role != DEFAULT_ROLE or self.stop_signals != STOP_SIGNALS):
+            raise ValueError(
+                "--role and --signals-to-handle go with --mpi pmi: mpiexec starts its ranks, and handles signals"
+            )
 
     def _check_program(self) -> None:
         if not self.program:

@@ -158,14 +158,15 @@ def test_endpoint_is_address_and_port():
         (["run", "--log-dir", __file__, __file__], "is a file; name a folder"),
         (["run", "--logs-specs", "x", __file__], "--logs-specs is an option of torchrun's: --log-dir, --redirects and"),
         (["run", "--logs_specs=x", __file__], "--logs_specs is an option of torchrun's"),
-        (["run", "-t", "4", __file__], "--tee must be 1 (stdout), 2 (stderr) or 3 (both)"),
+        (["run", "-t", "4", __file__], "argument --tee/-t: must be 1 (stdout), 2 (stderr) or 3 (both)"),
         (["run", "-r", "1:3", __file__], "--redirects names local rank 1, and this host has 1 rank"),
         (["run", "--local-ranks-filter", "0,x", __file__], "invalid value: '0,x'; give local ranks with commas"),
         (["run", "--log-line-prefix-template", "${x}", __file__], "must have no other fields than ${role_name}"),
         (["run", "--signals-to-handle", "SIGTERM,TERM", __file__], "there is no signal 'TERM'; give names as SIGTERM"),
-        (["run", "--signals-to-handle", "SIGKILL", __file__], "SIGKILL can't be handled; leave it out"),
+        (["run", "--signals-to-handle", "SIGKILL", __file__], "SIGKILL can't end the ranks; leave it out"),
         (["run", "--run-path", "-m", "json"], "--module and --run-path exclude each other"),
         (["run", "--mpi", "mpiexec", "--tee", "3", __file__], "go with --mpi pmi: mpiexec carries its ranks' output"),
+        (["run", "--mpi", "mpiexec", "--role", "x", __file__], "--role and --signals-to-handle go with --mpi pmi"),
         (["run", "--rdzv-conf", "timeout=900", __file__], "--timeout S is ours"),
         (["run", "no/such.py"], "there is no script 'no/such.py'"),
         (["run", "--no-python", "-m", "sh"], "exclude each other"),
@@ -182,7 +183,7 @@ def test_endpoint_is_address_and_port():
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments, message, capsys, monkeypatch):
     """Wrong usage says in one line what to do, and starts nothing."""
     monkeypatch.delenv("FERRODIST_SECRET", raising=False)
-    monkeypatch.setattr(host_limits, "rank_limit", lambda: (47, "open files"))
+    monkeypatch.setattr(host_limits, "rank_limit", lambda _num_files: (47, "open files"))
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2

@@ -7,8 +7,10 @@ import os
 import pytest
 
 from ferrodist.cli.main import build_parser, main
+from ferrodist.launch import dry_run
 from ferrodist.launch.cluster import find_hosts, lone_host_warning
 from ferrodist.launch.options import spec_from_arguments
+from ferrodist.launch.rank_logs import LogOptions
 
 STEP = {
     "SLURM_JOB_NUM_NODES": "4",
@@ -61,6 +63,8 @@ def test_options_come_before_what_the_cluster_says(monkeypatch):
     assert parse("--nnodes", "1", __file__).nnodes == 1
     assert parse("--standalone", __file__).nnodes == 1
     assert parse("--master-port", "7", __file__).master_port == 7
+    assert (parse("--node-rank", "0", __file__).nnodes, parse("--node-rank", "0", __file__).node_rank) == (3, 0)
+    assert parse("--rdzv-endpoint", "h:9", __file__).master_addr == "h"
     assert parse("--rdzv-id", "x", __file__).run_id == "x"
     monkeypatch.delenv("FERRODIST_SECRET")
     with pytest.raises(ValueError, match="3 hosts need one secret: set FERRODIST_SECRET"):
@@ -72,6 +76,16 @@ def test_no_step_on_several_hosts():
     alone = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     assert find_hosts({}) is None
     assert find_hosts({**STEP, **alone, "SLURM_NODEID": "0"}) is None
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"SLURM_STEP_NODELIST": "rack1node[1-2]-ib[0-3]"}, {"SLURM_PROCID": ""}, {"SLURM_STEP_TASKS_PER_NODE": "1"}],
+)
+def test_a_step_that_is_not_understood(variables):
+    """Each host would start a job of its own otherwise, without a word."""
+    with pytest.raises(ValueError, match="Slurm step on 3 hosts whose variables don't tell this one's place"):
+        find_hosts({**STEP, **variables})
 
 
 def test_several_tasks_on_a_host():
@@ -117,9 +131,40 @@ def test_options_in_torchruns_variables(monkeypatch):
     assert (spec.master_addr, spec.master_port, spec.max_restarts) == ("host", 1234, 2)
     assert spec.command()[1:] == ("-m", "json")
     assert not spec.logs.tee.is_empty
-    monkeypatch.setenv("PET_NPROC_PER_NODE", "many")
-    with pytest.raises(ValueError, match="PET_NPROC_PER_NODE='many': invalid value"):
-        parse("json")
+    assert spec.timeout_before_kill == 9
+    assert parse("--max-restarts", "0", "--node-rank", "0", "json").max_restarts == 0
+    assert parse("--node-rank", "0", "json").node_rank == 0
+    assert parse("--master-addr", "x", "--master-port", "1", "json").master_addr == "x"
+    assert parse("--no-python", "sh").command() == ("sh",)
+    set_all(monkeypatch, {"PET_MASTER_ADDR": "y", "PET_MASTER_PORT": "2"})
+    assert parse("json").master_addr == "host"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"PET_NPROC_PER_NODE": "many"}, "PET_NPROC_PER_NODE='many': invalid value"),
+        ({"PET_TEE": "9"}, "PET_TEE='9': must be 1 "),
+        ({"PET_MODULE": "true"}, "PET_MODULE must be 1 or 0, not 'true'"),
+        ({"PET_RDZV_CONF": "timeout=9"}, "PET_RDZV_CONF is a variable of torchrun's: --timeout S is ours"),
+    ],
+)
+def test_variables_that_are_wrong(variables, message, monkeypatch):
+    """The message names the variable."""
+    set_all(monkeypatch, variables)
+    with pytest.raises(ValueError, match=message):
+        parse("-m", "json") if "PET_MODULE" not in variables else parse(__file__)
+
+
+def test_empty_variables_and_values_are_not_given(monkeypatch):
+    """As torchrun has it; options that it does not have are not taken from variables."""
+    names = ("NNODES", "RDZV_ENDPOINT", "TEE", "LOG_DIR", "LOCAL_RANKS_FILTER", "MODULE", "RDZV_CONF")
+    set_all(monkeypatch, {f"PET_{name}": "" for name in names})
+    set_all(monkeypatch, {"PET_BIND": "core", "PET_MPI": "x", "PET_TIMEOUT": "9", "PET_RUN_ID": "x"})
+    options = ["--log-dir", "", "--local-ranks-filter", "", "--log-line-prefix-template", "", "--role", ""]
+    assert parse(*options, __file__) == parse(__file__)
+    assert parse(__file__).logs == LogOptions()
+    assert parse(__file__).timeout is None
 
 
 def test_a_dry_run_starts_nothing(capsys, monkeypatch, tmp_path):
@@ -135,3 +180,17 @@ def test_a_dry_run_starts_nothing(capsys, monkeypatch, tmp_path):
     assert f"{program} 'an argument'\n" in shown
     assert "variables of rank 5: RANK=5 LOCAL_RANK=1 ROLE_RANK=5\n" in shown
     assert "hidden" not in shown
+    assert "WORLD_SIZE=6 " in shown
+    monkeypatch.setenv("WORLD_SIZE", "6")  # as an outer launcher may have it
+    assert main(["run", "--dry-run", "--nproc-per-node", "2", str(program)]) == 0
+    assert "WORLD_SIZE=6 " in capsys.readouterr().out
+
+
+def test_a_dry_run_of_mpiexec(capsys, monkeypatch):
+    """The command is mpiexec's, which gives the ranks their variables."""
+    monkeypatch.setattr(dry_run, "find_mpiexec", lambda: "/opt/mpiexec")
+    monkeypatch.setattr(dry_run, "is_open_mpi", lambda _path: False)
+    assert main(["run", "--dry-run", "--mpi", "mpiexec", "--nproc-per-node", "3", __file__]) == 0
+    shown = capsys.readouterr().out
+    assert "command: /opt/mpiexec -n 3 " in shown
+    assert "RANK" not in shown

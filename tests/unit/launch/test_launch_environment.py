@@ -271,8 +271,23 @@ def test_a_virtual_local_rank_sees_its_own_gpu(given, expected, monkeypatch):
     ]
 
 
+def test_amds_variable_of_gpus_comes_first(monkeypatch):
+    """As torchrun: both variables name the rank's own."""
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "5,6")
+    base = {"HIP_VISIBLE_DEVICES": "5,6", "CUDA_VISIBLE_DEVICES": "0"}
+    found = rank_environment(make_spec(nproc_per_node=2, virtual_local_rank=True), ATTEMPT, 1, base=base, cores=8)
+    assert (found["HIP_VISIBLE_DEVICES"], found["CUDA_VISIBLE_DEVICES"]) == ("6", "6")
+
+
+def test_an_outer_launchers_file_of_errors_is_not_the_ranks():
+    """Else several ranks would write into one file that is not theirs."""
+    found = rank_environment(make_spec(), ATTEMPT, 0, base={"TORCHELASTIC_ERROR_FILE": "/x/0/error.json"}, cores=8)
+    assert "TORCHELASTIC_ERROR_FILE" not in found
+
+
 def test_too_few_gpus_for_virtual_local_ranks(monkeypatch):
     """Two ranks would otherwise share one without a word."""
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(
         ValueError, match="each of the 3 ranks a GPU of its own, and CUDA_VISIBLE_DEVICES='0,1' names 2"

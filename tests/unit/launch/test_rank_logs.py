@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import pytest
 
 from ferrodist.errors import RankFailedError
 from ferrodist.launch.rank_logs import JobLogs, LogOptions, StreamChoice, StreamOutput, Streams, split_filters
 from ferrodist.launch.spec import LaunchSpec, ProgramKind
+
+
+def spec_of(options: LogOptions, num_ranks: int) -> LaunchSpec:
+    return LaunchSpec(program="json", kind=ProgramKind.MODULE, nproc_per_node=num_ranks, logs=options)
+
 
 ROUTES = [
     # redirects, tee, shown ranks, local rank, stream: whether it is shown, and whether it has a file
@@ -31,21 +39,25 @@ def test_streams_go_where_the_options_say(
     """As torchrun: a redirected stream goes to its file alone, and one that is both is shown, too."""
     options = LogOptions(
         folder=tmp_path,
-        redirects=StreamChoice.parse("--redirects", redirects),
-        tee=StreamChoice.parse("--tee", tee),
+        redirects=StreamChoice.parse(redirects),
+        tee=StreamChoice.parse(tee),
         shown_ranks=shown_ranks,
     )
-    with JobLogs(options, "job").attempt(0, 3) as files:
+    logs = JobLogs(options, "job")
+    with logs.attempt(0, spec_of(options, 3)) as files:
         output = files.output(local_rank, stream)
         assert output.is_shown is is_shown
-        assert (output.log is not None) is has_file
+        assert output.write(b"bytes") is None
+    folder = logs.folder_of(0, local_rank)
+    found = [] if folder is None else [path.name for path in folder.iterdir() if path.stat().st_size]
+    assert found == ([f"{stream.name.lower()}.log"] if has_file else [])
 
 
-@pytest.mark.parametrize("text", ["", "4", "-1", "out", "0:4", "1:1,", "a:1", "0:1;1:2"])
+@pytest.mark.parametrize("text", ["", "4", "-1", "out", "0:4", "1:1,", "a:1", "0:1;1:2", "0:1,0:2"])
 def test_streams_that_nobody_has(text):
     """A number for all ranks, or for each local rank; nothing else."""
-    with pytest.raises(ValueError, match=r"--tee must be 1 \(stdout\), 2 \(stderr\) or 3") as error:
-        StreamChoice.parse("--tee", text)
+    with pytest.raises(ValueError, match=r"must be 1 \(stdout\), 2 \(stderr\) or 3") as error:
+        StreamChoice.parse(text)
     assert repr(text) in str(error.value)
 
 
@@ -65,7 +77,7 @@ def test_wrong_options(tmp_path):
     for template in ("${rnk}", "$", "${"):
         with pytest.raises(ValueError, match="must have no other fields than"):
             LogOptions(prefix=template)
-    options = LogOptions(tee=StreamChoice.parse("--tee", "0:1,2:1"))
+    options = LogOptions(tee=StreamChoice.parse("0:1,2:1"))
     with pytest.raises(ValueError, match="--tee names local rank 2, and this host has 2 ranks"):
         LaunchSpec(program="json", kind=ProgramKind.MODULE, nproc_per_node=2, logs=options)
 
@@ -79,15 +91,15 @@ def test_prefixes():
 
 def test_each_job_and_attempt_has_a_folder(tmp_path):
     """A folder that is used again keeps the files of earlier jobs; names of jobs may have any characters."""
-    options = LogOptions(folder=tmp_path / "new" / "logs", tee=StreamChoice.parse("--tee", "3"))
+    options = LogOptions(folder=tmp_path / "new" / "logs", tee=StreamChoice.parse("3"))
     folders = []
     for _ in range(2):
         logs = JobLogs(options, "a job/../x")
         assert logs.folder is not None
         assert logs.folder.parent == tmp_path / "new" / "logs"
         for number in range(2):
-            with logs.attempt(number, 2) as files:
-                files.output(1, Streams.STDOUT).write(b"bytes \xff", b"")
+            with logs.attempt(number, spec_of(options, 2)) as files:
+                files.output(1, Streams.STDOUT).write(b"bytes \xff")
                 error_file = files.environment(1)["TORCHELASTIC_ERROR_FILE"]
             folder = logs.folder_of(number, 1)
             assert folder is not None
@@ -100,12 +112,13 @@ def test_each_job_and_attempt_has_a_folder(tmp_path):
 def test_no_files_without_an_option(tmp_path, monkeypatch):
     """Nothing is made, and no variable set."""
     monkeypatch.chdir(tmp_path)
-    logs = JobLogs(LogOptions(shown_ranks=frozenset({0})), "job")
+    options = LogOptions(shown_ranks=frozenset({0}))
+    logs = JobLogs(options, "job")
     assert logs.folder is None
     assert logs.folder_of(0, 0) is None
-    with logs.attempt(0, 2) as files:
+    with logs.attempt(0, spec_of(options, 2)) as files:
         assert files.environment(0) == {}
-        assert files.output(0, Streams.STDERR).log is None
+        assert files.output(0, Streams.STDERR).write(b"bytes") is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -118,8 +131,57 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 def test_filtered_lines_have_their_prefix(tmp_path):
-    """Each whole line with one of the texts, and no other."""
+    """Lines with one of the texts, and no other; the prefix is not searched."""
     with (tmp_path / "filtered").open("wb", buffering=0) as file:
-        output = StreamOutput(filtered=file, filters=(b"apple", b"pear"))
-        output.write(b"", b"> an apple\n> a plum\n> pears\n")
-    assert (tmp_path / "filtered").read_text() == "> an apple\n> pears\n"
+        output = StreamOutput(filtered=file, filters=(b"apple", b"pear"), prefix=b"pear 0> ")
+        for line in (b"an apple", b"a plum", b"pears"):
+            assert output.write_line(line) is None
+    assert (tmp_path / "filtered").read_text() == "pear 0> an apple\npear 0> pears\n"
+
+
+def test_a_file_that_takes_a_part_at_a_time(tmp_path):
+    """What a write leaves is written by the next one, and an error names the file and ends the writing."""
+
+    class SlowFile:
+        name = "slow.log"
+
+        def __init__(self, room: int) -> None:
+            self.data, self.room = b"", room
+
+        def write(self, data: memoryview) -> int:
+            taken = bytes(data[: min(3, self.room - len(self.data))])
+            if not taken:
+                raise OSError(28, "No space left on device")
+            self.data += taken
+            return len(taken)
+
+    file = SlowFile(10)
+    output = StreamOutput(log=file)
+    assert output.write(b"01234567") is None
+    error = output.write(b"89ab")
+    assert file.data == b"0123456789"
+    assert str(error) == "[Errno 28] No space left on device: 'slow.log'"
+    assert output.write(b"more") is None
+    assert file.data == b"0123456789"
+
+
+def test_the_folder_without_a_stream(tmp_path):
+    """It is there for files of errors, the ranks keep a terminal, and an empty one is not named."""
+    options = LogOptions(folder=tmp_path)
+    assert options.has_folder
+    assert not options.needs_pipes
+    logs = JobLogs(options, "job")
+    with logs.attempt(0, spec_of(options, 1)) as files:
+        assert logs.folder_of(0, 0) is None
+        Path(files.environment(0)["TORCHELASTIC_ERROR_FILE"]).touch()
+        assert logs.folder_of(0, 0) is not None
+
+
+def test_open_files_count_for_the_number_of_ranks(monkeypatch):
+    """Each stream with a file has a descriptor in the launcher."""
+    options = LogOptions(tee=StreamChoice.parse("0:3,1:1"), redirects=StreamChoice.parse("2"), stdout_filters=("x",))
+    assert options.num_files(3) == 2 + 2 + 1 + 1
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (62, 62))
+    assert spec_of(LogOptions(), 10).nproc_per_node == 10
+    with pytest.raises(ValueError, match="--nproc-per-node 10 is more than this host allows: 3 ranks, for the limit"):
+        spec_of(LogOptions(tee=StreamChoice.parse("3")), 10)
