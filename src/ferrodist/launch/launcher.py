@@ -58,7 +58,8 @@ def launch(spec: LaunchSpec) -> int:
     bound = bind_ranks(spec.bind, spec.nproc_per_node)
     if spec.bind is not BindPolicy.NONE:
         print_warning(f"ferrodist: --bind {spec.bind.value}: {describe_binding(bound, spec.global_rank(0))}\n")
-    logs = JobLogs(spec.logs, run_id)
+    ranks = [spec.global_rank(local_rank) for local_rank in range(spec.nproc_per_node)]
+    logs = JobLogs(spec.logs, run_id=run_id, role=spec.role, ranks=ranks)
     if logs.folder is not None:
         print_warning(f"ferrodist: logs are in {logs.folder}\n")
     output_error: OSError | None = None
@@ -96,7 +97,7 @@ def _run_attempt(
     command = spec.command()
     with naming_limits("the ranks could not be started", kind=RankFailedError):
         server = PmiServer(spec.world_size) if spec.mpi is MpiLauncher.PMI else contextlib.nullcontext()
-        files = logs.attempt(attempt.restart_count, spec)
+        files = logs.attempt(attempt.restart_count)
     with server as pmi, files:
         ranks = (
             RankProcess(

@@ -18,11 +18,9 @@ from ferrodist.resource_limits import limit_text
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from typing_extensions import Self
-
-    from ferrodist.launch.spec import LaunchSpec
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """The variable that names the file in which torch's ``record`` writes a rank's exception."""
@@ -71,13 +69,13 @@ class StreamChoice:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no stream of any rank is chosen."""
+        """True if no stream of any rank is chosen."""
         return not self.default and not any(self.by_local_rank.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogOptions:
-    """Where the output of ranks goes; by default to the launcher's streams alone.
+    """The destinations of the ranks' output; by default the launcher's streams alone.
 
     Args:
         folder: The folder in which the job gets one of its own; None makes a temporary one if files are wanted.
@@ -85,7 +83,7 @@ class LogOptions:
         tee: Streams that go to both.
         shown_ranks: Local ranks whose output goes to the launcher's streams; None is all.
         stdout_filters: Lines of standard output that contain one of these texts also go to a common file.
-        stderr_filters: The same for standard error.
+        stderr_filters: Texts of lines of standard error.
         prefix: A template of the prefix of lines, with ``${role_name}``, ``${local_rank}``, ``${rank}`` and
             ``${hostname}``; None is ``[rank N] ``.
 
@@ -163,12 +161,18 @@ def split_filters(text: str) -> tuple[str, ...]:
 class JobLogs:
     """The folder of a job's log files: ``FOLDER/RUN_ID_XXXX/attempt_N/LOCAL_RANK``, as torchrun has it.
 
+    Args:
+        options: The options of the launch.
+        run_id: The name of the job.
+        role: The ranks' role.
+        ranks: The ranks of this host, by local rank.
+
     Raises:
         RankFailedError: The folder can't be made.
     """
 
-    def __init__(self, options: LogOptions, run_id: str) -> None:
-        self.options = options
+    def __init__(self, options: LogOptions, *, run_id: str, role: str, ranks: Sequence[int]) -> None:
+        self._options, self._role, self._ranks = options, role, ranks
         self.folder: Path | None = None
         if options.has_folder:
             name = re.sub(r"[^\w.-]", "_", run_id, flags=re.ASCII)[:64]
@@ -178,10 +182,10 @@ class JobLogs:
                 prefix = f"{name}_" if options.folder is not None else f"ferrodist_{name}_"
                 self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=options.folder)).absolute()
 
-    def attempt(self, number: int, spec: LaunchSpec) -> AttemptLogs:
+    def attempt(self, number: int) -> AttemptLogs:
         """Make the files of a start of all ranks of this host; the first is 0. RankFailedError: one can't be made."""
         folder = None if self.folder is None else self.folder / f"attempt_{number}"
-        return AttemptLogs(spec, folder)
+        return AttemptLogs(self._options, folder, role=self._role, ranks=self._ranks)
 
     def folder_of(self, attempt: int, local_rank: int) -> Path | None:
         """The folder of a rank's files; None if it has none."""
@@ -194,7 +198,7 @@ class JobLogs:
 
 
 class StreamOutput:
-    """Where a stream of a rank goes.
+    """The destinations of one stream of a rank.
 
     Args:
         is_shown: Whether to the launcher's own stream.
@@ -239,21 +243,29 @@ class StreamOutput:
 class AttemptLogs:
     """The open log files of a start of all ranks, which the ``with`` block closes."""
 
-    def __init__(self, spec: LaunchSpec, folder: Path | None) -> None:
-        self._spec, self._folder = spec, folder
+    def __init__(self, options: LogOptions, folder: Path | None, *, role: str, ranks: Sequence[int]) -> None:
+        self._options, self._folder = options, folder
         self._outputs: dict[tuple[int, Streams], StreamOutput] = {}
         with contextlib.ExitStack() as stack:
             filtered: dict[Streams, IO[bytes]] = {}
-            for local_rank in range(spec.nproc_per_node if folder is not None else 0):
-                assert folder is not None
-                with _naming_path(f"the folder of logs {folder}"):
-                    (folder / str(local_rank)).mkdir(parents=True)
+            for local_rank in range(len(ranks)):
+                if folder is not None:
+                    with _naming_path(f"the folder of logs {folder}"):
+                        (folder / str(local_rank)).mkdir(parents=True)
             for stream, filters in self._filters().items():
                 if filters and folder is not None:
                     filtered[stream] = stack.enter_context(_open(folder / f"filtered_{_name(stream)}.log"))
-            for local_rank in range(spec.nproc_per_node):
+            for local_rank, rank in enumerate(ranks):
+                prefix = options.prefix_of(rank, local_rank, role) or f"[rank {rank}] "
                 for stream in (Streams.STDOUT, Streams.STDERR):
-                    self._outputs[local_rank, stream] = self._open_output(local_rank, stream, filtered, stack)
+                    log = self._open_log(local_rank, stream, stack)
+                    self._outputs[local_rank, stream] = StreamOutput(
+                        is_shown=self._is_shown(local_rank, stream),
+                        log=log,
+                        filtered=filtered.get(stream),
+                        filters=tuple(os.fsencode(each) for each in self._filters()[stream]),
+                        prefix=os.fsencode(prefix),
+                    )
             self._files = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -272,26 +284,19 @@ class AttemptLogs:
         """Where a rank's standard output or standard error goes."""
         return self._outputs[local_rank, stream]
 
-    def _open_output(
-        self, local_rank: int, stream: Streams, filtered: Mapping[Streams, IO[bytes]], stack: contextlib.ExitStack
-    ) -> StreamOutput:
-        options, rank = self._spec.logs, self._spec.global_rank(local_rank)
-        is_teed = stream in options.tee.of(local_rank)
-        is_redirected = stream in options.redirects.of(local_rank) and not is_teed
-        log = None
-        if (is_redirected or is_teed) and self._folder is not None:
-            log = stack.enter_context(_open(self._folder / str(local_rank) / f"{_name(stream)}.log"))
-        prefix = options.prefix_of(rank, local_rank, self._spec.role)
-        return StreamOutput(
-            is_shown=not is_redirected and (options.shown_ranks is None or local_rank in options.shown_ranks),
-            log=log,
-            filtered=filtered.get(stream),
-            filters=tuple(os.fsencode(each) for each in self._filters()[stream]),
-            prefix=os.fsencode(f"[rank {rank}] " if prefix is None else prefix),
-        )
+    def _open_log(self, local_rank: int, stream: Streams, stack: contextlib.ExitStack) -> IO[bytes] | None:
+        chosen = self._options.redirects.of(local_rank) | self._options.tee.of(local_rank)
+        if self._folder is None or stream not in chosen:
+            return None
+        return stack.enter_context(_open(self._folder / str(local_rank) / f"{_name(stream)}.log"))
+
+    def _is_shown(self, local_rank: int, stream: Streams) -> bool:
+        options = self._options
+        is_redirected = stream in options.redirects.of(local_rank) and stream not in options.tee.of(local_rank)
+        return not is_redirected and (options.shown_ranks is None or local_rank in options.shown_ranks)
 
     def _filters(self) -> dict[Streams, tuple[str, ...]]:
-        options = self._spec.logs
+        options = self._options
         return {Streams.STDOUT: options.stdout_filters, Streams.STDERR: options.stderr_filters}
 
 

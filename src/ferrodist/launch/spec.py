@@ -90,7 +90,7 @@ class LaunchSpec:
         role: The value of ROLE_NAME.
         virtual_local_rank: Whether each rank has LOCAL_RANK 0, and sees one GPU in CUDA_VISIBLE_DEVICES: its own.
         stop_signals: Signals to the launcher that end the ranks.
-        place_source: What told this host's place among the hosts, such as "Slurm", for people; "" if the user did.
+        place_source: The software that told this host's place, such as "Slurm", for people; "" if the user did.
 
     Raises:
         TypeError, ValueError: The launch is impossible; the message says what to give instead.

@@ -32,7 +32,7 @@ class SlurmStep:
         num_local_tasks: The number of those on this host.
         host: This host's number, from 0.
         task: This task's number, from 0.
-        local_task: The same on this host.
+        local_task: This task's number on this host, from 0.
         first_host: The name of host 0.
         port: A port on it, the same for all tasks, and another one for most other steps.
     """
@@ -74,7 +74,7 @@ class SlurmStep:
 
 
 def first_of_hosts(hosts: str) -> str | None:
-    """The first host of a list as Slurm writes it: "node08" of "node[08-11,20],gpu1". None: there is none."""
+    """The first host of a list as Slurm writes it: "node08" of "node[08-11,20],gpu1"; None if the list is not so."""
     found = re.match(r"([^\[,]*)(?:\[([0-9]+)[^\]]*\])?([^,]*)", hosts)
     name = "" if found is None else found[1] + (found[2] or "") + found[3]
     return name if re.fullmatch(r"[\w.-]+", name) else None

@@ -245,7 +245,7 @@ def test_environments_are_made_one_at_a_time(monkeypatch):
 
     monkeypatch.setattr(launcher, "rank_environment", lambda *_, **__: made.append({}) or {})
     monkeypatch.setattr(launcher, "WorkerGroup", Group)
-    spec, logs = make_spec(nproc_per_node=5), JobLogs(LogOptions(), "job")
+    spec, logs = make_spec(nproc_per_node=5), JobLogs(LogOptions(), run_id="job", role="default", ranks=range(5))
     outcome = launcher._run_attempt(spec, ATTEMPT, [frozenset()] * 5, inbox=None, sinks=None, logs=logs)
     assert outcome == "done"
 

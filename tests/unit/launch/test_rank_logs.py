@@ -16,6 +16,10 @@ def spec_of(options: LogOptions, num_ranks: int) -> LaunchSpec:
     return LaunchSpec(program="json", kind=ProgramKind.MODULE, nproc_per_node=num_ranks, logs=options)
 
 
+def logs_of(options: LogOptions, num_ranks: int, run_id: str = "job") -> JobLogs:
+    return JobLogs(options, run_id=run_id, role="default", ranks=range(num_ranks))
+
+
 ROUTES = [
     # redirects, tee, shown ranks, local rank, stream: whether it is shown, and whether it has a file
     ("0", "0", None, 1, Streams.STDOUT, True, False),
@@ -43,8 +47,8 @@ def test_streams_go_where_the_options_say(
         tee=StreamChoice.parse(tee),
         shown_ranks=shown_ranks,
     )
-    logs = JobLogs(options, "job")
-    with logs.attempt(0, spec_of(options, 3)) as files:
+    logs = logs_of(options, 3)
+    with logs.attempt(0) as files:
         output = files.output(local_rank, stream)
         assert output.is_shown is is_shown
         assert output.write(b"bytes") is None
@@ -94,11 +98,11 @@ def test_each_job_and_attempt_has_a_folder(tmp_path):
     options = LogOptions(folder=tmp_path / "new" / "logs", tee=StreamChoice.parse("3"))
     folders = []
     for _ in range(2):
-        logs = JobLogs(options, "a job/../x")
+        logs = logs_of(options, 2, "a job/../x")
         assert logs.folder is not None
         assert logs.folder.parent == tmp_path / "new" / "logs"
         for number in range(2):
-            with logs.attempt(number, spec_of(options, 2)) as files:
+            with logs.attempt(number) as files:
                 files.output(1, Streams.STDOUT).write(b"bytes \xff")
                 error_file = files.environment(1)["TORCHELASTIC_ERROR_FILE"]
             folder = logs.folder_of(number, 1)
@@ -113,10 +117,10 @@ def test_no_files_without_an_option(tmp_path, monkeypatch):
     """Nothing is made, and no variable set."""
     monkeypatch.chdir(tmp_path)
     options = LogOptions(shown_ranks=frozenset({0}))
-    logs = JobLogs(options, "job")
+    logs = logs_of(options, 2)
     assert logs.folder is None
     assert logs.folder_of(0, 0) is None
-    with logs.attempt(0, spec_of(options, 2)) as files:
+    with logs.attempt(0) as files:
         assert files.environment(0) == {}
         assert files.output(0, Streams.STDERR).write(b"bytes") is None
     assert list(tmp_path.iterdir()) == []
@@ -127,7 +131,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(RankFailedError, match=r"folder of logs in .*/file/inner can't be made: Not a directory"):
-        JobLogs(LogOptions(folder=file / "inner"), "job")
+        logs_of(LogOptions(folder=file / "inner"), 1)
 
 
 def test_filtered_lines_have_their_prefix(tmp_path):
@@ -170,8 +174,8 @@ def test_the_folder_without_a_stream(tmp_path):
     options = LogOptions(folder=tmp_path)
     assert options.has_folder
     assert not options.needs_pipes
-    logs = JobLogs(options, "job")
-    with logs.attempt(0, spec_of(options, 1)) as files:
+    logs = logs_of(options, 1)
+    with logs.attempt(0) as files:
         assert logs.folder_of(0, 0) is None
         Path(files.environment(0)["TORCHELASTIC_ERROR_FILE"]).touch()
         assert logs.folder_of(0, 0) is not None
