@@ -100,8 +100,9 @@ class LogOptions:
     prefix: str | None = None
 
     def __post_init__(self) -> None:
-        if self.folder is not None and self.folder.is_file():
-            raise ValueError(f"--log-dir: {self.folder} is a file; name a folder")
+        with contextlib.suppress(OSError):  # `JobLogs` says why it can't be used
+            if self.folder is not None and self.folder.is_file():
+                raise ValueError(f"--log-dir: {self.folder} is a file; name a folder")
         if self.prefix is not None:
             try:
                 string.Template(self.prefix).substitute(dict.fromkeys(_MACROS, ""))

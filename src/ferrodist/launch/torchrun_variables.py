@@ -14,8 +14,9 @@ PREFIX = "PET_"
 _OWN_OPTIONS = {"--bind", "--mpi", "--timeout", "--timeout-before-kill", "--run-id", "--dry-run"}
 """Options that torchrun does not have."""
 
-_ALTERNATIVES = (("rdzv_endpoint", "master_addr", "master_port"), ("module", "no_python", "run_path"))
-"""Options of which one stands for the others, too; the first of a variable comes before those of the next."""
+_KINDS = {"module", "no_python", "run_path"}
+_ENDPOINT, _MASTER = "rdzv_endpoint", {"master_addr", "master_port"}
+"""Options of which one stands for two others."""
 
 
 def take_variables(arguments: argparse.Namespace, refused: Mapping[str, str]) -> None:
@@ -41,15 +42,13 @@ def take_variables(arguments: argparse.Namespace, refused: Mapping[str, str]) ->
 
 
 def _is_decided(dest: str, given: set[str]) -> bool:
-    """Return whether an option, or one that stands for it, is given on the command line or by a variable before it."""
-    for names in _ALTERNATIVES:
-        if dest not in names:
-            continue
-        if given.intersection(names):
-            return True
-        before = names[:1] if names[0] == "rdzv_endpoint" and dest != names[0] else ()
-        return any(os.environ.get(PREFIX + each.upper()) for each in before)
-    return dest in given
+    """Return whether an option is given on the command line, or one that excludes it, also by another variable."""
+    if dest in _KINDS:
+        return bool(given & _KINDS)
+    if dest == _ENDPOINT:
+        return bool(given & {_ENDPOINT, *_MASTER})
+    has_endpoint = _ENDPOINT in given or (not given & _MASTER and bool(os.environ.get(PREFIX + _ENDPOINT.upper())))
+    return dest in given or (dest in _MASTER and has_endpoint)
 
 
 def _convert(action: argparse.Action, name: str, text: str) -> object:

@@ -136,8 +136,12 @@ def test_options_in_torchruns_variables(monkeypatch):
     assert parse("--node-rank", "0", "json").node_rank == 0
     assert parse("--master-addr", "x", "--master-port", "1", "json").master_addr == "x"
     assert parse("--no-python", "sh").command() == ("sh",)
+    with pytest.raises(ValueError, match="2 hosts need --master-port"):
+        parse("--master-addr", "x", "json")
     set_all(monkeypatch, {"PET_MASTER_ADDR": "y", "PET_MASTER_PORT": "2"})
     assert parse("json").master_addr == "host"
+    spec = parse("--master-addr", "x", "json")
+    assert (spec.master_addr, spec.master_port) == ("x", 2)
 
 
 @pytest.mark.parametrize(
