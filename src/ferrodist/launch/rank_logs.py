@@ -142,8 +142,11 @@ class LogOptions:
 
     def num_files(self, num_ranks: int) -> int:
         """The number of files that are open while so many ranks run."""
-        chosen = [self.redirects.of(rank) | self.tee.of(rank) for rank in range(num_ranks)]
-        return sum(each.value.bit_count() for each in chosen) + bool(self.stdout_filters) + bool(self.stderr_filters)
+        named = {*self.redirects.by_local_rank, *self.tee.by_local_rank}
+        streams = [self.redirects.of(rank) | self.tee.of(rank) for rank in named]
+        others = max(0, num_ranks - len(named)) * (self.redirects.default | self.tee.default).value.bit_count()
+        filters = bool(self.stdout_filters) + bool(self.stderr_filters)
+        return sum(each.value.bit_count() for each in streams) + others + filters
 
     def prefix_of(self, rank: int, local_rank: int, role: str) -> str | None:
         """The prefix of a rank's lines; None for the usual one."""

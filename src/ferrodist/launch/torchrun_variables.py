@@ -30,15 +30,15 @@ def take_variables(arguments: argparse.Namespace, refused: Mapping[str, str]) ->
         ValueError: A variable has a wrong value, or belongs to an option that is refused.
     """
     given = {name for name, value in vars(arguments).items() if value is not None and value is not False}
-    for action in arguments.parser._actions:  # noqa: SLF001 - argparse has no public list
-        for option in action.option_strings:
-            name = PREFIX + option.removeprefix("--").replace("-", "_").upper()
-            text = os.environ.get(name)
-            if not text or option in _OWN_OPTIONS or "_" in option or _is_decided(action.dest, given):
-                continue
-            if option in refused:
-                raise ValueError(f"{name} is a variable of torchrun's: {refused[option]}")
-            setattr(arguments, action.dest, _convert(action, name, text))
+    options: Mapping[str, argparse.Action] = arguments.parser._option_string_actions  # noqa: SLF001 - nothing public
+    for option, action in options.items():
+        name = PREFIX + option.removeprefix("--").replace("-", "_").upper()
+        text = os.environ.get(name)
+        if not text or option in _OWN_OPTIONS or "_" in option or _is_decided(action.dest, given):
+            continue
+        if option in refused:
+            raise ValueError(f"{name} is a variable of torchrun's: {refused[option]}")
+        setattr(arguments, action.dest, _convert(action, name, text))
 
 
 def _is_decided(dest: str, given: set[str]) -> bool:
