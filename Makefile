@@ -36,7 +36,7 @@ test-programs: $(INSTALLED)
 
 # Slurm, of Debian, for tests/programs/test_slurm.py; without it they are skipped.
 slurm:
-	apt-get install -y -q --no-install-recommends slurmctld slurmd slurm-client slurm-wlm-basic-plugins
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
 # The tests that touch torch's internals, with any torch. The results go to docs/torch-versions, and from there into the
 # table of docs/torch-backend.md. An environment takes 1 to 6 GB: remove it afterwards.
