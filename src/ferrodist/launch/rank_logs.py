@@ -127,12 +127,12 @@ class LogOptions:
 
     @property
     def has_folder(self) -> bool:
-        """Whether the job has a folder of files."""
+        """True if the job has a folder of files."""
         return self.folder is not None or self._has_streams
 
     @property
     def needs_pipes(self) -> bool:
-        """Whether the ranks' output has to go through the launcher, and can't go to a terminal at once."""
+        """True if the ranks' output has to go through the launcher, and can't go to a terminal at once."""
         return self._has_streams or self.shown_ranks is not None or self.prefix is not None
 
     @property
@@ -226,7 +226,7 @@ class StreamOutput:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether `write_line` is to be called."""
+        """True if `write_line` is to be called."""
         return self._filtered is not None
 
     def write(self, data: bytes) -> OSError | None:
@@ -285,7 +285,7 @@ class AttemptLogs:
         return {ERROR_FILE_VARIABLE: str(self._folder / str(local_rank) / "error.json")}
 
     def output(self, local_rank: int, stream: Streams) -> StreamOutput:
-        """Where a rank's standard output or standard error goes."""
+        """The destinations of a rank's standard output or standard error."""
         return self._outputs[local_rank, stream]
 
     def _open_log(self, local_rank: int, stream: Streams, stack: contextlib.ExitStack) -> IO[bytes] | None:

@@ -8,7 +8,7 @@
     secret.py         the job secret, and the user's      auth.py         the handshake
     listener.py       accepts authenticated peers only    session.py      authenticated frames
     membership.py     a rank's request, membership        rounds.py       jobs that meet at one address
-    sockets.py        deadlines, names, binding, fork
+    sockets.py        deadlines, names, binding, fork     slurm.py        a task's place in a Slurm step
 """
 
 from ferrodist.rendezvous.auth import PROTOCOL_VERSION, Hello, connect, greet
